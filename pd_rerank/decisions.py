@@ -1,0 +1,230 @@
+"""Scores to decisions: which candidates are kept, at what threshold, and when more presentations cannot change it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pd_rerank.errors import BadArgument, InvalidData
+from pd_rerank.files import read_json, write_json
+from pd_rerank.scores import Readout, Scores, ScoreTable, SlotResidual
+
+Mask = npt.NDArray[np.bool_]
+Qrels = Mapping[str, Mapping[str, int]]
+
+GRID = 41
+"""Points of the threshold grid (method, section 5.3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """A score from which a candidate is kept (score >= value), fitted once and frozen.
+
+    `objective` is "f1", "retention" or "given"; `reached` is what the objective came to on the `n_queries`
+    it was fitted on; `readout` says which score it applies to; `context` records model and template.
+    """
+
+    value: float
+    objective: Literal["f1", "retention", "given"] = "given"
+    reached: float | None = None
+    n_queries: int = 0
+    readout: Readout = "expected"
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise BadArgument(f"a threshold is a finite number, got {self.value}")
+
+    def retain(self, scores: Scores) -> Mask:
+        """Which of `scores` (any shape) are kept; a missing score (NaN) is never kept."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(scores >= self.value)
+
+    @classmethod
+    def fit_f1(
+        cls,
+        tables: Sequence[ScoreTable],
+        qrels: Qrels,
+        *,
+        min_grade: int = 1,
+        readout: Readout = "expected",
+        residual: SlotResidual | None = None,
+        span: tuple[float, float] | None = None,
+        context: Mapping[str, Any] | None = None,
+    ) -> Threshold:
+        """Fit the threshold with the best mean F1 over queries; ties go to the higher value.
+
+        Relevant are the pool's own candidates judged at `min_grade` or above. Precision is 0 for an empty set,
+        recall 0 without a relevant candidate, F1 0 where both are. The grid has 41 points from the lowest to the
+        highest score of `tables`, or over `span`. Source: method, section 5.3.
+        """
+        scores = [table.mean(readout, residual=residual) for table in tables]
+        relevant = [_relevant(table, qrels, min_grade) for table in tables]
+        if not any(r.any() for r in relevant):
+            raise InvalidData(
+                f"none of the {len(tables)} queries has a relevant candidate in its pool; "
+                "check that qrels and pools use the same ids"
+            )
+        grid = _grid(scores, span)
+        mean_f1 = np.mean([_f1(s, r, grid) for s, r in zip(scores, relevant, strict=True)], axis=0)
+        return cls._best(grid, mean_f1, mean_f1, "f1", len(tables), readout, context)
+
+    @classmethod
+    def fit_retention(
+        cls,
+        tables: Sequence[ScoreTable],
+        target: float,
+        *,
+        readout: Readout = "expected",
+        residual: SlotResidual | None = None,
+        span: tuple[float, float] | None = None,
+        context: Mapping[str, Any] | None = None,
+    ) -> Threshold:
+        """Fit the threshold whose mean share of kept candidates is nearest `target`; ties go to the higher value.
+
+        Source: the matched-retention control of the method, section 5.3.
+        """
+        if not 0 <= target <= 1:
+            raise BadArgument(f"target retention is a share between 0 and 1, got {target}")
+        scores = [table.mean(readout, residual=residual) for table in tables if table.doc_ids]
+        grid = _grid(scores, span)
+        with np.errstate(invalid="ignore"):
+            kept = np.mean([(s[None, :] >= grid[:, None]).mean(axis=1) for s in scores], axis=0)
+        return cls._best(grid, -np.abs(kept - target), kept, "retention", len(scores), readout, context)
+
+    @classmethod
+    def _best(
+        cls,
+        grid: Scores,
+        objective: Scores,
+        reached: Scores,
+        name: Literal["f1", "retention"],
+        n: int,
+        readout: Readout,
+        context: Mapping[str, Any] | None,
+    ) -> Threshold:
+        best = int(np.flatnonzero(objective == objective.max())[-1])
+        return cls(
+            value=float(grid[best]),
+            objective=name,
+            reached=float(reached[best]),
+            n_queries=n,
+            readout=readout,
+            context=dict(context or {}),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Freeze to a JSON file, whole or not at all."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Threshold:
+        """Read what `save` wrote; a file of another shape is `InvalidData`."""
+        data = read_json(path)
+        if not isinstance(data, dict) or not isinstance(data.get("value"), int | float):
+            raise InvalidData(f"{path} is not a threshold file: it has no number under 'value'")
+        unknown = set(data) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise InvalidData(f"{path}: unknown threshold fields {', '.join(sorted(unknown))}")
+        return cls(**data)
+
+
+def dev_split(query_ids: Sequence[str], *, seed: int = 20260610, share: float = 0.5) -> tuple[list[str], list[str]]:
+    """Split query ids into a dev part to fit on and a test part to report on.
+
+    Ids are sorted, shuffled with numpy's default_rng(seed), and the first max(1, round(share·n)) are dev
+    (round to even). At least two queries are needed. Source: method, section 5.3.
+    """
+    if len(query_ids) < 2:
+        raise BadArgument(f"a dev split needs at least two queries, got {len(query_ids)}")
+    ids = np.array(sorted(query_ids), dtype=object)
+    np.random.default_rng(seed).shuffle(ids)
+    n = max(1, round(share * len(ids)))
+    return sorted(ids[:n]), sorted(ids[n:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """When to stop spending presentations on a query: its decision is settled.
+
+    The decision is a retained set (`threshold`, a score) or a top-k set (`top_k`; its threshold is taken halfway
+    between the k-th and the next mean). After K >= `first` presentations, with m_d a candidate's mean score and s
+    the pooled standard deviation of one presentation's score about the candidate's mean, the standard error is
+    s/√K, and sum_d Φ(-|m_d - threshold| / (s/√K)) estimates how many candidates still stand on the wrong side.
+    The decision is settled when that is at most `tolerance` times the size of the set (at least 1).
+    """
+
+    threshold: float | None = None
+    top_k: int | None = None
+    tolerance: float = 0.05
+    first: int = 2
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.threshold is None) == (self.top_k is None):
+            raise BadArgument("give Settle either a threshold or a top_k, not both and not neither")
+        if self.top_k is not None and self.top_k < 1:
+            raise BadArgument(f"top_k must be at least 1, got {self.top_k}")
+        if self.first < 2 or self.step < 1 or self.tolerance < 0:
+            raise BadArgument("Settle needs first >= 2, step >= 1 and tolerance >= 0")
+
+    def expected_changes(self, scores: Scores) -> float:
+        """The expected number of candidates on the wrong side, from scores (K, n); infinite while K < first."""
+        k = scores.shape[0]
+        if k < self.first:
+            return math.inf
+        scores = scores[:, ~np.isnan(scores).any(axis=0)]
+        mean = scores.mean(axis=0)
+        boundary = self._boundary(mean)
+        if boundary is None:
+            return 0.0
+        error = math.sqrt(float(scores.var(axis=0, ddof=1).mean()) / k)
+        if error == 0.0:
+            return 0.0
+        return float(sum(0.5 * math.erfc(abs(m - boundary) / error / math.sqrt(2)) for m in mean))
+
+    def settled(self, scores: Scores) -> bool:
+        """Whether the decision from scores (K, n) is settled by the stated rule."""
+        with np.errstate(invalid="ignore"):
+            mean = scores.mean(axis=0) if len(scores) else np.zeros(0)
+        boundary = self._boundary(mean[~np.isnan(mean)])
+        size = 0 if boundary is None else int((mean >= boundary).sum())
+        return self.expected_changes(scores) <= self.tolerance * max(1, size)
+
+    def _boundary(self, mean: Scores) -> float | None:
+        if self.threshold is not None:
+            return self.threshold if mean.size else None
+        assert self.top_k is not None
+        if mean.size <= self.top_k:
+            return None
+        ordered = np.sort(mean)[::-1]
+        return float((ordered[self.top_k - 1] + ordered[self.top_k]) / 2)
+
+
+def _relevant(table: ScoreTable, qrels: Qrels, min_grade: int) -> Mask:
+    judged = qrels.get(table.query_id, {})
+    return np.array([judged.get(doc_id, 0) >= min_grade for doc_id in table.doc_ids], dtype=bool)
+
+
+def _grid(scores: Sequence[Scores], span: tuple[float, float] | None) -> Scores:
+    if span is None:
+        there = np.concatenate([s[~np.isnan(s)] for s in scores]) if scores else np.zeros(0)
+        if there.size == 0:
+            raise InvalidData("no scores to fit a threshold on")
+        span = (float(there.min()), float(there.max()))
+    return np.linspace(*span, GRID)
+
+
+def _f1(scores: Scores, relevant: Mask, grid: Scores) -> Scores:
+    with np.errstate(invalid="ignore"):
+        kept = scores[None, :] >= grid[:, None]
+    hits = (kept & relevant).sum(axis=1)
+    total = kept.sum(axis=1) + relevant.sum()
+    f1: Scores = np.divide(2.0 * hits, total, out=np.zeros(len(grid)), where=(total > 0) & (hits > 0))
+    return f1

@@ -1,0 +1,658 @@
+"""The one place that renders text: rubrics, windows as token ids, the slots to read, and what had to be cut.
+
+A prompt is laid out so that everything a query's windows have in common stands first::
+
+    system text | instruction, grades, answer form | query | documents, one per line | skeleton of the answer
+
+The skeleton is written for the model: one line per document, ending in a placeholder where its grade
+would stand. The token *before* a placeholder is that document's slot; its next-token distribution is read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from pd_rerank.engines.base import WindowPrompt
+from pd_rerank.errors import BadArgument, InvalidData, MissingResource, ModelMismatch
+
+LAYOUT_VERSION = 1
+"""Raised whenever the same settings would render other text."""
+
+MIN_DOC_TOKENS = 24
+"""Documents are not shortened below this to keep a window wide; the window shrinks instead."""
+
+Markers = Literal["numeric", "alpha", "doc_n", "roman", "rand3"]
+MARKERS: tuple[str, ...] = get_args(Markers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rubric:
+    """What is graded and what each grade means.
+
+    `grades[g]` describes grade g, lowest first; there are four of them in every shipped rubric.
+    `item` is the singular word for a candidate; `max_doc_chars` is the default cap on its text.
+    """
+
+    name: str
+    system: str
+    instruction: str
+    grades: tuple[str, ...]
+    query_label: str = "Query"
+    item: str = "document"
+    max_doc_chars: int = 1200
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.grades) <= 10:
+            raise BadArgument(f"rubric '{self.name}' has {len(self.grades)} grades; give 2 to 10, lowest first")
+        for field in ("system", "instruction", "query_label", "item"):
+            if not getattr(self, field).strip():
+                raise BadArgument(f"rubric '{self.name}': '{field}' is empty")
+
+
+RUBRICS: Mapping[str, Rubric] = {
+    rubric.name: rubric
+    for rubric in (
+        Rubric(
+            name="passage_relevance",
+            system=(
+                "You assess search results. Each numbered document receives one whole-number grade for how "
+                "well its own text answers the query. A document's place in the list says nothing about it. "
+                "Give grades only: no ranking, no explanation."
+            ),
+            instruction="Grade every document for a web search by how well it answers the query.",
+            grades=(
+                "unrelated to the query",
+                "on the subject, but does not answer the query",
+                "answers the query in part, or leaves something important out",
+                "answers the query fully and directly",
+            ),
+        ),
+        Rubric(
+            name="answer_support",
+            system=(
+                "You assess evidence for answering a question that may need several sources together. Each "
+                "numbered passage receives one whole-number grade for what it contributes. A passage's place in "
+                "the list says nothing about it. Give grades only: no ranking, no explanation."
+            ),
+            instruction="Grade every passage by how much it contributes to answering the question.",
+            grades=(
+                "contributes nothing to the answer",
+                "names something from the question without a usable fact",
+                "holds a fact that may be one step of the answer",
+                "holds a fact without which the question cannot be answered",
+            ),
+            query_label="Question",
+            item="passage",
+            max_doc_chars=1600,
+        ),
+        Rubric(
+            name="response_quality",
+            system=(
+                "You assess replies to a user's prompt. Each numbered response receives one whole-number grade "
+                "for its quality. A response's place in the list says nothing about it. Give grades only: no "
+                "ranking, no explanation."
+            ),
+            instruction="Grade every response by how correct, helpful and complete it is as a reply to the prompt.",
+            grades=(
+                "wrong, harmful or beside the point",
+                "partly right, with serious errors or gaps",
+                "right on the whole, with small errors or gaps",
+                "correct, complete and helpful",
+            ),
+            query_label="Prompt",
+            item="response",
+            max_doc_chars=2000,
+        ),
+    )
+}
+
+
+def load_rubric(rubric: str | Path | Rubric) -> Rubric:
+    """A shipped rubric by name, or one's own from a YAML file with the fields of `Rubric`.
+
+    In YAML `grades` is a mapping from 0 upwards or a list, lowest first. Unknown fields are refused.
+    """
+    if isinstance(rubric, Rubric):
+        return rubric
+    known = RUBRICS.get(str(rubric))
+    if known is not None:
+        return known
+    path = Path(rubric)
+    if path.suffix not in {".yaml", ".yml"}:
+        raise BadArgument(f"unknown rubric '{rubric}'; choose {', '.join(RUBRICS)} or name a .yaml file")
+    if not path.is_file():
+        raise MissingResource(f"no rubric file {path}")
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidData(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidData(f"{path}: a rubric file is a mapping, got {type(data).__name__}")
+    data.setdefault("name", path.stem)
+    fields = set(Rubric.__dataclass_fields__)
+    for key in data:
+        if key not in fields:
+            raise InvalidData(f"{path}: unknown rubric field '{key}'; a rubric has {', '.join(sorted(fields))}")
+    grades = data.get("grades")
+    if isinstance(grades, dict):
+        if sorted(grades) != list(range(len(grades))):
+            raise InvalidData(f"{path}: grades are numbered 0 to {len(grades) - 1} without gaps, got {sorted(grades)}")
+        data["grades"] = [grades[g] for g in range(len(grades))]
+    for key, value in data.items():
+        if key == "grades":
+            good = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        elif key == "max_doc_chars":
+            good = isinstance(value, int) and not isinstance(value, bool)
+        else:
+            good = isinstance(value, str)
+        if not good:
+            raise InvalidData(f"{path}: field '{key}' has the wrong type ({type(value).__name__})")
+    try:
+        return Rubric(**{**data, "grades": tuple(data.get("grades", ()))})
+    except TypeError as error:
+        raise InvalidData(f"{path}: {error}") from error
+
+
+def marker(scheme: str, position: int) -> str:
+    """The marker of the candidate shown at `position` (from 0): `[1]`, `[A]`, `[Doc-1]`, `[i]` or three random letters."""
+    if scheme == "numeric":
+        return f"[{position + 1}]"
+    if scheme == "doc_n":
+        return f"[Doc-{position + 1}]"
+    if scheme == "alpha":
+        letters, n = "", position + 1
+        while n:
+            n, digit = divmod(n - 1, 26)
+            letters = chr(65 + digit) + letters
+        return f"[{letters}]"
+    if scheme == "roman":
+        out, n = "", position + 1
+        for value, sign in _ROMAN:
+            out += sign * (n // value)
+            n %= value
+        return f"[{out}]"
+    if scheme == "rand3":
+        # 7919 is prime to the 23**3 codes, so positions never share one.
+        code, out = (position * 7919 + 4401) % 23**3, ""
+        for _ in range(3):
+            code, digit = divmod(code, 23)
+            out += "ABCDEFGHJKLMNPQRSTUVXYZ"[digit]
+        return f"[{out}]"
+    raise BadArgument(f"unknown markers '{scheme}'; choose one of {', '.join(MARKERS)}")
+
+
+_ROMAN = (
+    (1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"),
+    (10, "x"), (9, "ix"), (5, "v"), (4, "iv"), (1, "i"),
+)  # fmt: skip
+
+
+def normalise(text: str) -> str:
+    """Collapse every run of whitespace to one space and replace lone surrogates, which no tokenizer takes."""
+    return " ".join(text.split()).encode("utf-8", "replace").decode("utf-8")
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: whitespace, control and invisible format characters only."""
+    return all(c.isspace() or unicodedata.category(c) in {"Cf", "Cc"} for c in text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The rendered text around what varies: before the query, between it and the documents, after them."""
+
+    before: str
+    between: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What follows the documents of a window of n, as token ids, and where its slots are, counted from the end."""
+
+    ids: tuple[int, ...]
+    slots_from_end: tuple[int, ...]
+    checked: tuple[int, ...]
+
+
+class GradePrompt:
+    """Renders windows for one tokenizer and proves, when built, that their slots can be read.
+
+    The proof: every grade is one token at a slot, the grades' tokens differ, the token after each slot is the
+    placeholder, and the chat template keeps query and documents as given. What fails raises `ModelMismatch`.
+
+    `rubric` is a shipped name, a YAML file or a `Rubric`; `instruction` replaces the rubric's. `markers` names
+    the documents (`numeric`, `alpha`, `doc_n`, `roman`, `rand3`). `placeholder` stands where a grade would.
+    `max_doc_chars` cuts a document's normalised text (None: the rubric's cap; 0: no cap). `chat` is "auto"
+    (a chat template where the tokenizer has one), True or False (plain text, for base models).
+    `template_kwargs` go to the chat template; thinking is off and dates are fixed unless they say otherwise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        rubric: str | Path | Rubric = "passage_relevance",
+        instruction: str | None = None,
+        markers: str = "numeric",
+        placeholder: str = "0",
+        max_doc_chars: int | None = None,
+        chat: bool | Literal["auto"] = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        chosen = load_rubric(rubric)
+        if instruction is not None:
+            chosen = replace(chosen, instruction=normalise(instruction))
+        if not placeholder.strip() or "\n" in placeholder:
+            raise BadArgument(f"placeholder {placeholder!r} must be a visible token, such as '0' or '?'")
+        marker(markers, 0)
+        if max_doc_chars is not None and max_doc_chars < 0:
+            raise BadArgument(f"max_doc_chars must be 0 (no cap) or more, got {max_doc_chars}")
+        self.tokenizer = tokenizer
+        self.rubric = chosen
+        self.markers = markers
+        self.placeholder = placeholder
+        self.max_doc_chars = chosen.max_doc_chars if max_doc_chars is None else max_doc_chars
+        self._template_kwargs = dict(template_kwargs or {})
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if chat is True and not has_template:
+            raise ModelMismatch("chat=True, but this tokenizer has no chat template; use chat=False or chat='auto'")
+        self.chat = has_template if chat == "auto" else bool(chat)
+        self._special = _special_pattern(tokenizer)
+        self._bos = _leading_bos(tokenizer) if not self.chat else ()
+        self.layout, self._frame = self._render_frame()
+        self._endings: dict[int, _Ending] = {}
+        self._marker_ids: dict[int, list[int]] = {}
+        self._gap, self.grade_ids, self._placeholder_id = self._find_grades()
+        self.joined = self._joins()
+        """Whether ids of parts, put together, equal the ids of the whole: then a document is tokenised once."""
+        self.hash = self._hash()
+
+    # -- text ---------------------------------------------------------------------------------------------
+
+    def _user_text(self, query: str, documents: str) -> str:
+        rubric, items = self.rubric, f"{self.rubric.item}s"
+        top = len(rubric.grades) - 1
+        scale = "\n".join(f"{g}: {rubric.grades[g]}" for g in range(top, -1, -1))
+        return (
+            f"{rubric.instruction}\n\nThe grades:\n{scale}\n\n"
+            f'Answer with one line for each {rubric.item}, in the order shown: its marker, then "Grade:" and '
+            f"one digit from 0 to {top}.\n\n"
+            f"{rubric.query_label}: {query}\n\n{items.capitalize()}:\n{documents}[end of {items}]"
+        )
+
+    def _render_frame(self) -> tuple[str, _Frame]:
+        """Render once around stand-ins and split there; then prove on a second text that the split holds."""
+        query, documents = "q7Zx9QueryStandIn", "d7Zx9DocumentsStandIn"
+        for layout in ("system", "folded") if self.chat else ("plain",):
+            text = self._render(layout, query, f"{documents}\n")
+            if text is None or text.count(query) != 1 or text.count(documents) != 1:
+                continue
+            before, rest = text.split(query)
+            between, after = rest.split(f"{documents}\n")
+            if not self.rubric_is_kept(before):
+                continue
+            frame = _Frame(before, between, after)
+            other = ("was ist <b>das</b> & 'jenes'?", '[1] Ein "Satz" {{ mit }} Zeichen.\n[2] Noch einer.\n')
+            if self._render(layout, *other) == frame.before + other[0] + frame.between + other[1] + frame.after:
+                return layout, frame
+        raise ModelMismatch(
+            "this tokenizer's chat template does not keep the query and documents as given; "
+            "use chat=False for a plain prompt, or a tokenizer with another template"
+        )
+
+    def rubric_is_kept(self, text: str) -> bool:
+        """Whether a rendered beginning still holds the rubric's system text and instruction."""
+        return self.rubric.system.strip() in text and self.rubric.instruction.strip() in text
+
+    def _render(self, layout: str, query: str, documents: str) -> str | None:
+        user = self._user_text(query, documents)
+        if layout == "plain":
+            return f"{self.rubric.system}\n\n{user}\n\nGrades:\n"
+        messages = (
+            [{"role": "system", "content": self.rubric.system}, {"role": "user", "content": user}]
+            if layout == "system"
+            else [{"role": "user", "content": f"{self.rubric.system}\n\n{user}"}]
+        )
+        fixed_day = datetime.date(2026, 1, 1)
+        settings: dict[str, Any] = {
+            "enable_thinking": False,
+            "thinking": False,
+            "date_string": fixed_day.strftime("%d %b %Y"),
+            "strftime_now": fixed_day.strftime,
+            **self._template_kwargs,
+        }
+        try:
+            text = str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **settings)
+            )
+        except Exception as error:  # a template may raise anything; the next layout is tried, then it is reported
+            self._template_error: Exception | None = error
+            return None
+        opened, closed = text.rfind("<think>"), text.rfind("</think>")
+        if opened > closed:
+            text = text.rstrip() + "\n\n</think>\n\n"
+        return f"{text}Grades:\n"
+
+    def _skeleton(self, n: int) -> list[str]:
+        """The answer's lines up to, not including, each placeholder; line i also holds what closes line i-1."""
+        closing = f"{self._gap[1]}{self.placeholder}\n"
+        return [f"{closing if i else ''}{marker(self.markers, i)} Grade:{self._gap[0]}" for i in range(n)]
+
+    def _clean(self, text: str) -> str:
+        """Break up the tokenizer's control tokens inside a text, so that no text can end a turn or open one."""
+        return text if self._special is None else self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
+
+    # -- tokens -------------------------------------------------------------------------------------------
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return (
+            [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+        )
+
+    def _find_grades(self) -> tuple[tuple[str, str], tuple[int, ...], int]:
+        """Find a spelling of "Grade: 0" in which grade and placeholder are one token each, read in context."""
+        top = len(self.rubric.grades) - 1
+        why = ""
+        # (text before the slot, text that belongs to the graded token): the space apart, or part of the token.
+        for gap in ((" ", ""), ("", " "), ("", "")):
+            stem = f"{self._frame.before}x{self._frame.between}{marker(self.markers, 0)} x\n{self._frame.after}"
+            stem += f"{marker(self.markers, 0)} Grade:{gap[0]}"
+            before = self._encode(stem)
+            encoded = {
+                sign: self._encode(f"{stem}{gap[1]}{sign}\n")
+                for sign in [*(str(g) for g in range(top + 1)), self.placeholder]
+            }
+            bad = [s for s, ids in encoded.items() if ids[: len(before)] != before or len(ids) <= len(before) + 1]
+            ends = {tuple(ids[len(before) + 1 :]) for ids in encoded.values()}
+            tokens = [encoded[str(g)][len(before)] for g in range(top + 1)] if not bad else []
+            if not bad and len(ends) == 1 and len(set(tokens)) == len(tokens):
+                return gap, tuple(tokens), encoded[self.placeholder][len(before)]
+            bad = bad or [s for s, ids in encoded.items() if len(ids) != min(map(len, encoded.values())) or s == "0"]
+            count = {s: len(encoded[s]) - len(before) - 1 for s in bad}
+            why = why or "; ".join(f"'{s}' is {max(c, 0)} tokens" for s, c in count.items())
+        raise ModelMismatch(
+            f"this tokenizer does not keep the grades 0 to {top} and the placeholder '{self.placeholder}' as one "
+            f"token each after 'Grade:' ({why}); choose a placeholder or a model whose tokenizer keeps them whole"
+        )
+
+    def _ending(self, n: int) -> _Ending:
+        """The ids after the documents of a window of n, found in context and verified slot by slot."""
+        if n in self._endings:
+            return self._endings[n]
+        start = f"{self._frame.before}x{self._frame.between}"
+        start += "".join(f"{marker(self.markers, i)} x\n" for i in range(n))
+        text, stops = start + self._frame.after, []
+        for line in self._skeleton(n):
+            text += line
+            stops.append(f"{text}{self._gap[1]}{self.placeholder}")
+        ids = self._encode(stops[-1])
+        slots = []
+        for stop, upto in zip(stops, self._encode_many(stops), strict=True):
+            if ids[: len(upto)] != upto or upto[-1] != self._placeholder_id:
+                raise ModelMismatch(
+                    f"in a window of {n} the tokenizer does not keep the placeholder '{self.placeholder}' apart after "
+                    f"'…{stop[-24 : -len(self.placeholder)]}'; choose other markers or another placeholder"
+                )
+            slots.append(len(upto) - 2)
+        opening = self._encode(start)
+        cut = len(opening) if ids[: len(opening)] == opening else slots[0]
+        ending = _Ending(tuple(ids[cut:]), tuple(s - len(ids) for s in slots), tuple(ids[slots[0] :]))
+        self._endings[n] = ending
+        return ending
+
+    def _marker(self, position: int) -> list[int]:
+        if position not in self._marker_ids:
+            self._marker_ids[position] = self._encode(marker(self.markers, position))
+        return self._marker_ids[position]
+
+    def _joins(self) -> bool:
+        """Whether head + marker + document … + ending, tokenised apart, equal the whole, on texts chosen to break it."""
+        texts = [normalise(text) for text in _AWKWARD]
+        pieces = self._document_ids(texts)
+        if any(piece is None for piece in pieces):
+            return False
+        for query in ("", "what is 3.5?", "-"):
+            for n in (1, 2, len(texts)):
+                chosen = texts[-n:]
+                head = self._encode(self._frame.before + query + self._frame.between)
+                parts = [*head, *self._body(pieces[-n:]), *self._ending(n).ids]
+                if parts != self._encode(self._whole_text(query, chosen)):
+                    return False
+        return True
+
+    def _document_ids(self, texts: Sequence[str]) -> list[list[int] | None]:
+        """Ids of " text\\n" as they stand between two markers; None where a marker's ids do not stay whole there."""
+        left, right = self._marker(0), self._marker(1)
+        lines = [f"{marker(self.markers, 0)} {text}\n{marker(self.markers, 1)}" for text in texts]
+        found: list[list[int] | None] = []
+        for ids in self._encode_many(lines):
+            whole = ids[: len(left)] == left and ids[len(ids) - len(right) :] == right
+            found.append(ids[len(left) : len(ids) - len(right)] if whole else None)
+        return found
+
+    def _body(self, pieces: Sequence[list[int] | None]) -> list[int]:
+        body: list[int] = []
+        for i, piece in enumerate(pieces):
+            assert piece is not None
+            body += self._marker(i)
+            body += piece
+        return body
+
+    def _whole_text(self, query: str, texts: Sequence[str]) -> str:
+        documents = "".join(f"{marker(self.markers, i)} {text}\n" for i, text in enumerate(texts))
+        last = f"{self._gap[1]}{self.placeholder}"
+        return f"{self._frame.before}{query}{self._frame.between}{documents}{self._frame.after}" + (
+            "".join(self._skeleton(len(texts))) + last if texts else ""
+        )
+
+    # -- use ----------------------------------------------------------------------------------------------
+
+    def sheet(self, query: str, texts: Sequence[str], *, width: int, max_tokens: int) -> PromptSheet:
+        """Prepare one query's documents for every window they will stand in.
+
+        Texts are normalised, cut to `max_doc_chars` characters, then shortened evenly so that *any* `width` of
+        them fit `max_tokens`; where that would leave less than `MIN_DOC_TOKENS` each, the width shrinks instead.
+        The plan sees the whole pool, never one window, so what is cut cannot depend on the order of the
+        candidates. Raises `InvalidData` where not even one document fits.
+        """
+        if width < 1:
+            raise BadArgument(f"window width must be at least 1, got {width}")
+        return PromptSheet(self, query, texts, width=width, max_tokens=max_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a manifest must record of the prompt."""
+        return {
+            "template_hash": self.hash,
+            "rubric": asdict(self.rubric) | {"grades": list(self.rubric.grades)},
+            "markers": self.markers,
+            "placeholder": self.placeholder,
+            "max_doc_chars": self.max_doc_chars,
+            "layout": self.layout,
+            "grade_ids": list(self.grade_ids),
+        }
+
+    def check_card(self, card: Mapping[str, Any], *, where: str = "the adapter") -> None:
+        """Refuse an adapter or score file made with another template, naming what differs."""
+        theirs = card.get("template_hash")
+        if theirs is None or theirs == self.hash:
+            return
+        mine = self.describe()
+        differing = [k for k in ("rubric", "markers", "placeholder", "layout") if k in card and card[k] != mine[k]]
+        raise ModelMismatch(
+            f"{where} was made with prompt template {str(theirs)[:12]}, this prompt is {self.hash[:12]}"
+            + (f" (they differ in {', '.join(differing)})" if differing else "")
+            + "; use the settings it was made with, or pass check_template=False to override"
+        )
+
+    def _hash(self) -> str:
+        frame = asdict(self._frame) | {
+            "version": LAYOUT_VERSION,
+            "markers": [marker(self.markers, i) for i in range(3)],
+            "gap": self._gap,
+            "placeholder": self.placeholder,
+            "grades": len(self.rubric.grades),
+        }
+        return hashlib.sha256(json.dumps(frame, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+class PromptSheet:
+    """One query's candidates, tokenised once: rendering a window is putting ids together.
+
+    `width` is the widest window that fits, at most the one asked for; `cut` (n,) int32 counts the characters
+    taken off each normalised text; `blank` (n,) bool marks texts that show nothing and are never rendered.
+    """
+
+    def __init__(self, prompt: GradePrompt, query: str, texts: Sequence[str], *, width: int, max_tokens: int) -> None:
+        self._prompt = prompt
+        self._query = prompt._clean(normalise(query))
+        self._max_tokens = max_tokens
+        full = [normalise(text) for text in texts]
+        self.blank: npt.NDArray[np.bool_] = np.array([is_blank(text) for text in full], dtype=bool)
+        cap = prompt.max_doc_chars or None
+        kept = [text[:cap].rstrip() for text in full]
+        self._texts = [prompt._clean(text) for text in kept]
+        self._pieces = prompt._document_ids(self._texts)
+        head_text = prompt._frame.before + self._query + prompt._frame.between
+        self._head = prompt._encode(head_text)
+        first = prompt._marker(0)
+        self._head_joins = prompt.joined and prompt._encode(head_text + marker(prompt.markers, 0)) == [
+            *self._head,
+            *first,
+        ]
+        self.width = self._plan(width, max_tokens)
+        self.cut: npt.NDArray[np.int32] = np.array(
+            [max(len(a) - len(b), 0) for a, b in zip(map(prompt._clean, full), self._texts, strict=True)],
+            dtype=np.int32,
+        )
+        self._arrays = [None if ids is None else np.array(ids, dtype=np.int64) for ids in self._pieces]
+        self._head_array = np.array([*prompt._bos, *self._head], dtype=np.int64)
+
+    def _plan(self, width: int, max_tokens: int) -> int:
+        """Shorten texts in place where needed; return the width that fits."""
+        shown = [i for i in range(len(self._texts)) if not self.blank[i]]
+        if not shown:
+            return width
+        lengths = {i: self._length(i) for i in shown}
+        longest = sorted(lengths.values(), reverse=True)
+        width = min(width, len(shown))
+        for w in range(width, 0, -1):
+            room = max_tokens - self._overhead(w)
+            widest = longest[:w]
+            if sum(widest) <= room:
+                return w
+            cap = _even_cap(widest, room)
+            if cap >= MIN_DOC_TOKENS or (w == 1 and cap >= 1):
+                for i in shown:
+                    if lengths[i] > cap:
+                        self._shorten(i, cap)
+                return w
+        raise InvalidData(
+            f"query '{self._query[:60]}…' leaves no room for a document: the prompt around one document takes "
+            f"{self._overhead(1)} tokens of {max_tokens}; shorten the query or raise max_length"
+        )
+
+    def _overhead(self, width: int) -> int:
+        prompt = self._prompt
+        markers = sum(len(prompt._marker(i)) for i in range(width))
+        # Where parts do not join, whole and parts may differ by a token at each joint.
+        slack = 0 if self._head_joins else 2 * width + 4
+        return len(prompt._bos) + len(self._head) + markers + len(prompt._ending(width).ids) + slack
+
+    def _length(self, i: int) -> int:
+        piece = self._pieces[i]
+        return len(piece) if piece is not None else len(self._prompt._encode(f" {self._texts[i]}\n")) + 2
+
+    def _shorten(self, i: int, cap: int) -> None:
+        """Cut text i to at most `cap` tokens, from its end."""
+        while (length := self._length(i)) > cap:
+            text = self._texts[i]
+            if not text:
+                raise InvalidData(f"a document cannot be shortened to {cap} tokens; raise max_length")
+            self._texts[i] = text[: min(len(text) - 1, len(text) * cap // length)].rstrip()
+            self._pieces[i] = self._prompt._document_ids([self._texts[i]])[0]
+
+    def empty(self, n: int) -> WindowPrompt:
+        """Render a window of n empty documents under the same query, which is what CapCal measures slots with."""
+        return PromptSheet(self._prompt, self._query, [""] * n, width=n, max_tokens=self._max_tokens).window(range(n))
+
+    def window(self, positions: Sequence[int] | range | npt.NDArray[np.int64]) -> WindowPrompt:
+        """Render one window: `positions` (m,) are pool positions in the order shown, none of them blank."""
+        prompt, n = self._prompt, len(positions)
+        if n == 0:
+            raise BadArgument("a window holds at least one candidate")
+        ending = prompt._ending(n)
+        pieces = [self._arrays[p] for p in positions]
+        if self._head_joins and all(piece is not None for piece in pieces):
+            parts: list[Any] = [self._head_array]
+            for i, piece in enumerate(pieces):
+                parts += (prompt._marker(i), piece)
+            ids = np.concatenate([*parts, ending.ids], dtype=np.int64)
+            shared = len(self._head_array)
+        else:
+            whole = prompt._encode(prompt._whole_text(self._query, [self._texts[p] for p in positions]))
+            ids = np.array([*prompt._bos, *whole], dtype=np.int64)
+            head = self._head_array
+            same = np.cumprod(ids[: len(head)] == head[: len(ids)])
+            # The last token of the head may have merged with what follows it; the engine verifies the rest.
+            shared = int(same.sum())
+        if tuple(ids[len(ids) - len(ending.checked) :]) != ending.checked:
+            raise ModelMismatch(
+                f"the answer lines of a window of {n} are tokenised differently after these documents; "
+                "choose other markers or another placeholder"
+            )
+        return WindowPrompt(
+            token_ids=ids, slots=np.array(ending.slots_from_end, dtype=np.int64) + len(ids), shared=shared
+        )
+
+
+def _even_cap(lengths: Sequence[int], room: int) -> int:
+    """The largest cap c with sum(min(length, c)) <= room: short documents keep their text, long ones share the rest."""
+    left, todo = room, sorted(lengths)
+    for done, length in enumerate(todo):
+        share = left // (len(todo) - done)
+        if length > share:
+            return max(share, 0)
+        left -= length
+    return max(lengths, default=0)
+
+
+def _special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    """A pattern of the tokenizer's control tokens and think tags, longest first."""
+    tokens = set(getattr(tokenizer, "all_special_tokens", ()) or ())
+    decoder = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    tokens |= {token.content for token in decoder.values() if getattr(token, "special", False)}
+    tokens |= {"<think>", "</think>"}
+    found = sorted((t for t in tokens if len(t) > 1 and t.strip()), key=lambda t: (-len(t), t))
+    return re.compile("|".join(map(re.escape, found))) if found else None
+
+
+def _leading_bos(tokenizer: Any) -> tuple[int, ...]:
+    """The begin-of-text id, where this tokenizer puts one before plain text by itself."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return ()
+    ids = list(tokenizer("a")["input_ids"])
+    return (int(bos),) if ids[:1] == [bos] else ()
+
+
+_AWKWARD = (
+    "plain words", "ends in a stop.", "“Quoted.”", "(in brackets)", "12,5 % of 30", "3", "…", "a-", "-a", "?!", "x:",
+    "日本語の文。", "🙂", "naïve café", "[9] Grade: 3", "'s", "`code();`", "C++", "A", "٣", "ﬁ", "\u200bzero width\u200b",
+)  # fmt: skip

@@ -1,0 +1,401 @@
+"""`OCSFTBatchedReranker`: the batched grade scorer as a `rerankers` model, and its registration there."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from rerankers.documents import Document
+from rerankers.models import AVAILABLE_RANKERS
+from rerankers.models.ranker import BaseRanker
+from rerankers.results import RankedResults, Result
+
+from pd_rerank import windows
+from pd_rerank.decisions import Settle, Threshold
+from pd_rerank.engines import load_engine
+from pd_rerank.engines.base import Engine, Progress
+from pd_rerank.errors import BadArgument, EngineFailure
+from pd_rerank.pool import Candidate, Pool
+from pd_rerank.prompt import GradePrompt, Rubric
+from pd_rerank.scores import READOUTS, Readout, ScoreTable, SlotResidual
+from pd_rerank.scoring import Calibration, Scoring, Shuffle, score_pools
+
+logger = logging.getLogger("pd_rerank")
+
+Docs: TypeAlias = str | Document | Sequence[str | Document]
+Ids: TypeAlias = Sequence[str | int]
+Metadata: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+class GradedResult(Result):  # type: ignore[misc]
+    """One document with its score in [0, 1] (None where the model gave no grade) and its rank from 1.
+
+    `spread` is the standard deviation of the score over presentations, `grade_probabilities` the mean
+    probability of each grade, `cut` the characters taken off the document's end.
+    """
+
+    def __init__(
+        self,
+        document: Document,
+        score: float | None,
+        rank: int,
+        *,
+        spread: float | None = None,
+        grade_probabilities: tuple[float, ...] | None = None,
+        cut: int = 0,
+    ) -> None:
+        super().__init__(document=document, score=score, rank=rank)
+        self.spread = spread
+        self.grade_probabilities = grade_probabilities
+        self.cut = cut
+
+    def __getattr__(self, item: str) -> Any:
+        # The inherited look-up asks for `document` first, which recurses for ever while an object is unpickled.
+        if item.startswith("__") or "document" not in self.__dict__:
+            raise AttributeError(item)
+        return super().__getattr__(item)
+
+
+class GradedResults(RankedResults):  # type: ignore[misc]
+    """Results sorted from best to worst, with what they were read from.
+
+    `table` is the query's `ScoreTable` in the order the documents were given; `presentations` says how many
+    were spent on it.
+    """
+
+    def __init__(self, results: list[GradedResult], query: str, table: ScoreTable | None) -> None:
+        super().__init__(results=results, query=query, has_scores=True)
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    @property
+    def presentations(self) -> int:
+        """How many presentations the scores are averaged over; 0 for an empty list."""
+        return self.table.presentations if self.table is not None and self.table.doc_ids else 0
+
+    def get_result_by_docid(self, doc_id: str | int) -> GradedResult | None:
+        """The best result with this id; where none has it exactly, "0" also finds 0 and the reverse."""
+        exact = (r for r in self.results if r.document.doc_id == doc_id)
+        alike = (r for r in self.results if str(r.document.doc_id) == str(doc_id))
+        return next(exact, None) or next(alike, None)
+
+    def get_score_by_docid(self, doc_id: str | int) -> float | None:
+        """The score of `get_result_by_docid`."""
+        result = self.get_result_by_docid(doc_id)
+        return None if result is None else result.score
+
+    def top_k(self, k: int) -> list[GradedResult]:
+        """The k best results; k must not be negative."""
+        if k < 0:
+            raise BadArgument(f"top_k must be 0 or more, got {k}")
+        return list(self.results[:k])
+
+
+class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
+    """Reranks by the expected grade an LLM gives each of `window` documents in one prompt, in one forward pass.
+
+    Scores are expected grades over the top grade, in [0, 1]. They compare within a query; across queries and
+    thresholds they compare as far as the model's grades do. `model_name_or_path` is a short name of an embedded
+    model ("smollm2-135m"), a hub id or a folder. Options, all by keyword:
+
+    * what is shown: `window`, `partition`, `order`, `presentations`, `seed`, `shuffle`, see `Scoring`;
+    * what is asked: `rubric`, `instruction`, `markers`, `placeholder`, `max_doc_chars`, `chat`,
+      `template_kwargs`, see `GradePrompt`;
+    * what is read: `readout` ("expected", "p_relevant", "argmax"), `calibration` ("none", "capcal"),
+      `slot_residual` (a `SlotResidual` or its file);
+    * what is decided: `threshold` (a number, a `Threshold` or its file), `settle` (stop presenting once settled);
+    * the model: `adapter` (LoRA folder or hub id), `engine` ("hf", "fake" or an object), `max_length`, and every
+      option of the engine's constructor (`dtype`, `device`, `merge_adapter`, …). An unknown option is an error.
+
+    An adapter that carries a `reranker.json` must have been made with the same prompt template; `check_template=False`
+    overrides. `max_concurrency` is how many `rank_async` calls run at once; the others wait.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: Any,
+        verbose: int = 1,
+        *,
+        adapter: str | Path | None = None,
+        engine: str | Engine = "hf",
+        window: int = 20,
+        partition: windows.Partition = "round_robin",
+        order: windows.Arrangement = "given",
+        presentations: int = 1,
+        seed: int = 0,
+        shuffle: Shuffle = "pool",
+        calibration: Calibration = "none",
+        readout: Readout = "expected",
+        slot_residual: SlotResidual | str | Path | None = None,
+        threshold: Threshold | float | str | Path | None = None,
+        settle: Settle | None = None,
+        rubric: str | Path | Rubric = "passage_relevance",
+        instruction: str | None = None,
+        markers: str = "numeric",
+        placeholder: str = "0",
+        max_doc_chars: int | None = None,
+        chat: bool | Literal["auto"] = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
+        check_template: bool = True,
+        max_concurrency: int = 4,
+        **engine_options: Any,
+    ) -> None:
+        if readout not in READOUTS:
+            raise BadArgument(f"unknown readout '{readout}'; choose one of {', '.join(READOUTS)}")
+        if max_concurrency < 1:
+            raise BadArgument(f"max_concurrency must be at least 1, got {max_concurrency}")
+        self.verbose = verbose
+        self.scoring = Scoring(
+            window=window,
+            partition=partition,
+            order=order,
+            presentations=presentations,
+            seed=seed,
+            shuffle=shuffle,
+            calibration=calibration,
+        )
+        self.readout: Readout = readout
+        self.settle = settle
+        self.threshold = _threshold(threshold, readout)
+        self.residual = SlotResidual.load(slot_residual) if isinstance(slot_residual, str | Path) else slot_residual
+        if self.residual is not None and self.residual.readout != readout:
+            raise BadArgument(
+                f"the slot residual was fitted on readout '{self.residual.readout}', this reranker reads '{readout}'"
+            )
+        # Threads of its own, not a gate on a loop's: a cancelled call's thread keeps its place until it is done, and
+        # no event loop is held on to.
+        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="pd_rerank")
+        try:
+            self.engine = load_engine(model_name_or_path, engine=engine, adapter=adapter, **engine_options)
+            self.prompt = GradePrompt(
+                self.engine.tokenizer,
+                rubric=rubric,
+                instruction=instruction,
+                markers=markers,
+                placeholder=placeholder,
+                max_doc_chars=max_doc_chars,
+                chat=chat,
+                template_kwargs=template_kwargs,
+            )
+        except KeyError as error:
+            # rerankers reports a KeyError from a constructor as a missing dependency, and fails on its own table.
+            raise EngineFailure(f"loading '{model_name_or_path}' failed on a missing key {error}") from error
+        card = getattr(self.engine, "adapter_card", None)
+        if card and check_template:
+            self.prompt.check_card(card, where=f"adapter '{adapter}'")
+
+    # -- rerankers' interface -----------------------------------------------------------------------------
+
+    def rank(
+        self,
+        query: str,
+        docs: Docs,
+        doc_ids: Ids | None = None,
+        metadata: Metadata | None = None,
+    ) -> GradedResults:
+        """Rerank one query's documents, best first.
+
+        `docs` are strings, `Document`s or both, or a single one; `doc_ids` replace the ids, `metadata` the metadata.
+        Documents without an id are numbered from 0 in the order given. Repeated ids and texts keep separate results.
+        An empty list gives an empty result. Ties are broken by id (by content where no id was given), never by
+        arrival. A document the model gave no grade ranks last with score None, and a warning counts it. The
+        caller's objects are not changed.
+        """
+        return self.rank_many([query], [docs], [doc_ids], [metadata])[0]
+
+    def rank_many(
+        self,
+        queries: Sequence[str],
+        docs: Sequence[Docs],
+        doc_ids: Sequence[Ids | None] | None = None,
+        metadata: Sequence[Metadata | None] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> list[GradedResults]:
+        """Rerank many queries, all their windows in one engine call; arguments are lists of `rank`'s, one per query."""
+        if isinstance(queries, str):
+            raise BadArgument("rank_many takes a list of queries; use rank for one")
+        many_ids: list[Ids | None] = [None] * len(queries) if doc_ids is None else list(doc_ids)
+        many_metadata: list[Metadata | None] = [None] * len(queries) if metadata is None else list(metadata)
+        for name, given in (("docs", docs), ("doc_ids", many_ids), ("metadata", many_metadata)):
+            if len(given) != len(queries):
+                raise BadArgument(f"{len(queries)} queries but {len(given)} entries in {name}; give one for each")
+        asked = [
+            _asked(queries[i], docs[i], many_ids[i], many_metadata[i], name=str(i)) for i in range(len(queries))
+        ]
+        tables = self.score_pools([pool for pool, _ in asked], progress=progress)
+        return [
+            self._results(query, documents, table)
+            for query, (_, documents), table in zip(queries, asked, tables, strict=True)
+        ]
+
+    def score(self, query: str, doc: str | Document) -> float:
+        """The score of one document alone, in [0, 1]; NaN where the model gives no grade."""
+        (result,) = self.rank(query, [doc])
+        return float("nan") if result.score is None else float(result.score)
+
+    async def rank_async(
+        self,
+        query: str,
+        docs: Docs,
+        doc_ids: Ids | None = None,
+        metadata: Metadata | None = None,
+    ) -> GradedResults:
+        """`rank` in a thread, at most `max_concurrency` at a time; same arguments, same results, from any event loop.
+
+        A call cancelled while it waits never reaches the engine; one that runs is finished, its result dropped.
+        """
+        work = partial(self.rank, query, docs, doc_ids, metadata)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def as_langchain_compressor(self, k: int = 10) -> Any:
+        """This reranker as a LangChain document compressor that keeps the k best documents."""
+        from pd_rerank.langchain import compressor
+
+        return compressor(self, k=k)
+
+    # -- what rerankers does not have -----------------------------------------------------------------------
+
+    def retain(
+        self,
+        query: str,
+        docs: Docs,
+        threshold: Threshold | float | str | Path | None = None,
+        *,
+        doc_ids: Ids | None = None,
+        metadata: Metadata | None = None,
+    ) -> GradedResults:
+        """The documents whose score reaches the threshold, best first; none reaching it is an empty result.
+
+        `threshold` is a number on the score scale, a fitted `Threshold` or its file; left out, the constructor's.
+        """
+        limit = self.threshold if threshold is None else _threshold(threshold, self.readout)
+        if limit is None:
+            raise BadArgument("retain needs a threshold: pass one here or to the constructor")
+        ranked = self.rank(query, docs, doc_ids, metadata)
+        scores = np.array([np.nan if r.score is None else r.score for r in ranked], dtype=np.float64)
+        kept = [r for r, keep in zip(ranked.results, limit.retain(scores), strict=True) if keep]
+        return GradedResults(kept, query, ranked.table)
+
+    def score_pools(self, pools: Sequence[Pool], *, progress: Progress | None = None) -> list[ScoreTable]:
+        """Score tables of whole pools with this reranker's settings; `rank` and `rank_many` end here too."""
+        return score_pools(
+            pools,
+            engine=self.engine,
+            prompt=self.prompt,
+            scoring=self.scoring,
+            settle=self.settle,
+            readout=self.readout,
+            residual=self.residual,
+            progress=progress,
+        )
+
+    def _results(self, query: str, documents: list[Document], table: ScoreTable) -> GradedResults:
+        mean = table.mean(self.readout, residual=self.residual)
+        spread = table.spread(self.readout, residual=self.residual)
+        probabilities = table.mean_probabilities()
+        if missing := int(np.isnan(mean).sum()):
+            logger.warning(
+                "%d of %d documents got no grade for query %r; they rank last", missing, len(mean), query[:80]
+            )
+        results = []
+        for rank, i in enumerate(table.ranking(self.readout, residual=self.residual), start=1):
+            graded = not np.isnan(mean[i])
+            results.append(
+                GradedResult(
+                    documents[i],
+                    float(mean[i]) if graded else None,
+                    rank,
+                    spread=float(spread[i]) if graded else None,
+                    grade_probabilities=tuple(probabilities[i].tolist()) if graded else None,
+                    cut=int(table.cut[i]),
+                )
+            )
+        return GradedResults(results, query, table)
+
+
+def register() -> None:
+    """Make `Reranker(name, model_type="OCSFTBatchedReranker")` and `model_type="ocsft"` work. Safe to repeat."""
+    AVAILABLE_RANKERS["OCSFTBatchedReranker"] = OCSFTBatchedReranker
+    AVAILABLE_RANKERS["ocsft"] = OCSFTBatchedReranker
+
+
+register()
+
+
+def _threshold(threshold: Threshold | float | str | Path | None, readout: Readout) -> Threshold | None:
+    if threshold is None or isinstance(threshold, Threshold):
+        chosen = threshold
+    elif isinstance(threshold, str | Path):
+        chosen = Threshold.load(threshold)
+    elif isinstance(threshold, Real) and not isinstance(threshold, bool):  # numpy's numbers are Real, not float
+        return Threshold(value=float(threshold), readout=readout)
+    else:
+        raise BadArgument(f"a threshold is a number, a Threshold or its file, got {threshold!r}")
+    if chosen is not None and chosen.readout != readout:
+        raise BadArgument(f"the threshold was fitted on readout '{chosen.readout}', this reranker reads '{readout}'")
+    return chosen
+
+
+def _asked(
+    query: str, docs: Docs, doc_ids: Ids | None, metadata: Metadata | None, *, name: str
+) -> tuple[Pool, list[Document]]:
+    """The caller's documents as a pool, and as fresh `Document`s that carry ids and metadata for the results."""
+    if not isinstance(query, str):
+        raise BadArgument(f"a query is a string, got {type(query).__name__}")
+    given = [docs] if isinstance(docs, str | Document) else list(docs)
+    for what, values in (("doc_ids", doc_ids), ("metadata", metadata)):
+        if isinstance(values, str | Mapping):
+            raise BadArgument(f"{what} is a list with one entry per document, got {type(values).__name__}")
+        if values is not None and len(values) != len(given):
+            raise BadArgument(f"{len(given)} documents but {len(values)} entries in {what}; give one for each")
+    documents: list[Document] = []
+    texts: list[str] = []
+    ids: list[str | None] = []
+    for i, doc in enumerate(given):
+        own_id: str | int | None = None
+        own_metadata: Mapping[str, Any] = {}
+        if isinstance(doc, Document):
+            if doc.document_type != "text":
+                raise BadArgument(f"document {i} is of type '{doc.document_type}'; only text documents are graded")
+            text, own_id, own_metadata = doc.text, doc.doc_id, doc.metadata
+        elif isinstance(doc, str):
+            text = doc
+        else:
+            raise BadArgument(f"document {i} is a {type(doc).__name__}; give strings or rerankers Documents")
+        chosen = own_id if doc_ids is None else doc_ids[i]
+        ids.append(None if chosen is None else str(chosen))
+        texts.append(text)
+        documents.append(
+            Document(
+                text,
+                doc_id=i if chosen is None else chosen,
+                metadata=dict(own_metadata if metadata is None else metadata[i]),
+            )
+        )
+    unique = _unique_ids(query, texts, ids)
+    candidates = tuple(Candidate(doc_id=u, text=t) for u, t in zip(unique, texts, strict=True))
+    return Pool(query_id=name, query=query, candidates=candidates), documents
+
+
+def _unique_ids(query: str, texts: Sequence[str], ids: Sequence[str | None]) -> list[str]:
+    """Ids that tell every document apart and break ties: the given id, else the content; repeats are counted."""
+    keys = windows.content_keys(query, texts, [""] * len(texts))
+    seen: dict[str, int] = {}
+    unique = []
+    for key, own in zip(keys, ids, strict=True):
+        base = key if own is None else own
+        seen[base] = seen.get(base, 0) + 1
+        unique.append(base if seen[base] == 1 else f"{base}\0{key}\0{seen[base]}")
+    return unique
