@@ -18,23 +18,30 @@ _HOME = {
     "GradePrompt": "prompt",
     "HFEngine": "engines.hf",
     "InvalidData": "errors",
+    "join_scores": "scores",
     "MissingExtra": "errors",
     "MissingResource": "errors",
     "ModelMismatch": "errors",
     "OCSFTBatchedReranker": "reranker",
     "PdRerankError": "errors",
     "Pool": "pool",
+    "pools_from_run": "pool",
+    "read_corpus": "files",
+    "read_pools": "pool",
+    "read_qrels": "files",
+    "read_run": "files",
+    "read_scores": "scores",
+    "read_topics": "files",
+    "register": "reranker",
     "RouteHit": "pool",
-    "Rubric": "prompt",
+    "Rubric": "rubrics",
+    "score_pools": "scoring",
     "ScoreTable": "scores",
     "Scoring": "scoring",
     "SlotResidual": "scores",
     "Threshold": "decisions",
-    "read_pools": "pool",
-    "read_scores": "scores",
-    "register": "reranker",
-    "score_pools": "scoring",
     "write_pools": "pool",
+    "write_run": "files",
     "write_scores": "scores",
 }
 
@@ -65,17 +72,24 @@ if TYPE_CHECKING:
     from pd_rerank.errors import (
         PdRerankError as PdRerankError,
     )
+    from pd_rerank.files import read_corpus as read_corpus
+    from pd_rerank.files import read_qrels as read_qrels
+    from pd_rerank.files import read_run as read_run
+    from pd_rerank.files import read_topics as read_topics
+    from pd_rerank.files import write_run as write_run
     from pd_rerank.pool import Candidate as Candidate
     from pd_rerank.pool import Pool as Pool
     from pd_rerank.pool import RouteHit as RouteHit
+    from pd_rerank.pool import pools_from_run as pools_from_run
     from pd_rerank.pool import read_pools as read_pools
     from pd_rerank.pool import write_pools as write_pools
     from pd_rerank.prompt import GradePrompt as GradePrompt
-    from pd_rerank.prompt import Rubric as Rubric
     from pd_rerank.reranker import OCSFTBatchedReranker as OCSFTBatchedReranker
     from pd_rerank.reranker import register as register
+    from pd_rerank.rubrics import Rubric as Rubric
     from pd_rerank.scores import ScoreTable as ScoreTable
     from pd_rerank.scores import SlotResidual as SlotResidual
+    from pd_rerank.scores import join_scores as join_scores
     from pd_rerank.scores import read_scores as read_scores
     from pd_rerank.scores import write_scores as write_scores
     from pd_rerank.scoring import Scoring as Scoring

@@ -24,12 +24,14 @@ def compressor(reranker: OCSFTBatchedReranker, *, k: int = 10) -> Any:
     from langchain_core.documents import Document
     from langchain_core.documents.compressor import BaseDocumentCompressor
 
+    def asked(documents: Sequence[Document]) -> dict[str, Any]:
+        return {"docs": [d.page_content for d in documents], "metadata": [d.metadata for d in documents]}
+
     def picked(documents: Sequence[Document], results: Any) -> list[Document]:
         chosen = []
         for result in results.top_k(k):
-            document = documents[result.doc_id]
-            metadata = {**document.metadata, "relevance_score": result.score}
-            chosen.append(document.model_copy(update={"metadata": metadata}))
+            metadata = {**result.document.metadata, "relevance_score": result.score}
+            chosen.append(documents[result.document.doc_id].model_copy(update={"metadata": metadata}))
         return chosen
 
     class OCSFTCompressor(BaseDocumentCompressor):  # type: ignore[misc]
@@ -39,12 +41,12 @@ def compressor(reranker: OCSFTBatchedReranker, *, k: int = 10) -> Any:
             self, documents: Sequence[Document], query: str, callbacks: Any = None
         ) -> Sequence[Document]:
             """Rerank `documents` for `query` and return the best."""
-            return picked(documents, reranker.rank(query, [d.page_content for d in documents]))
+            return picked(documents, reranker.rank(query, **asked(documents)))
 
         async def acompress_documents(
             self, documents: Sequence[Document], query: str, callbacks: Any = None
         ) -> Sequence[Document]:
             """`compress_documents` without blocking the event loop."""
-            return picked(documents, await reranker.rank_async(query, [d.page_content for d in documents]))
+            return picked(documents, await reranker.rank_async(query, **asked(documents)))
 
     return OCSFTCompressor()

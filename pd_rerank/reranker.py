@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +24,8 @@ from pd_rerank.engines import load_engine
 from pd_rerank.engines.base import Engine, Progress
 from pd_rerank.errors import BadArgument, EngineFailure
 from pd_rerank.pool import Candidate, Pool
-from pd_rerank.prompt import GradePrompt, Rubric
+from pd_rerank.prompt import GradePrompt
+from pd_rerank.rubrics import Rubric
 from pd_rerank.scores import READOUTS, Readout, ScoreTable, SlotResidual
 from pd_rerank.scoring import Calibration, Scoring, Shuffle, score_pools
 
@@ -176,6 +176,8 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
         # Threads of its own, not a gate on a loop's: a cancelled call's thread keeps its place until it is done, and
         # no event loop is held on to.
         self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="pd_rerank")
+        if engine == "hf" and verbose < 1:
+            engine_options.setdefault("quiet", True)
         try:
             self.engine = load_engine(model_name_or_path, engine=engine, adapter=adapter, **engine_options)
             self.prompt = GradePrompt(
@@ -209,8 +211,8 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
         `docs` are strings, `Document`s or both, or a single one; `doc_ids` replace the ids, `metadata` the metadata.
         Documents without an id are numbered from 0 in the order given. Repeated ids and texts keep separate results.
         An empty list gives an empty result. Ties are broken by id (by content where no id was given), never by
-        arrival. A document the model gave no grade ranks last with score None, and a warning counts it. The
-        caller's objects are not changed.
+        arrival. A blank document is not shown to the model and scores 0. One the model gave no grade ranks last with
+        score None; a warning counts the grades that are missing. The caller's objects are not changed.
         """
         return self.rank_many([query], [docs], [doc_ids], [metadata])[0]
 
@@ -224,16 +226,14 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
         progress: Progress | None = None,
     ) -> list[GradedResults]:
         """Rerank many queries, all their windows in one engine call; arguments are lists of `rank`'s, one per query."""
-        if isinstance(queries, str):
-            raise BadArgument("rank_many takes a list of queries; use rank for one")
+        if isinstance(queries, str) or isinstance(docs, str | Document):
+            raise BadArgument("rank_many takes a list of queries and a list of their documents; use rank for one")
         many_ids: list[Ids | None] = [None] * len(queries) if doc_ids is None else list(doc_ids)
         many_metadata: list[Metadata | None] = [None] * len(queries) if metadata is None else list(metadata)
         for name, given in (("docs", docs), ("doc_ids", many_ids), ("metadata", many_metadata)):
             if len(given) != len(queries):
                 raise BadArgument(f"{len(queries)} queries but {len(given)} entries in {name}; give one for each")
-        asked = [
-            _asked(queries[i], docs[i], many_ids[i], many_metadata[i], name=str(i)) for i in range(len(queries))
-        ]
+        asked = [_asked(*entry) for entry in zip(queries, docs, many_ids, many_metadata, strict=True)]
         tables = self.score_pools([pool for pool, _ in asked], progress=progress)
         return [
             self._results(query, documents, table)
@@ -305,9 +305,14 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
         mean = table.mean(self.readout, residual=self.residual)
         spread = table.spread(self.readout, residual=self.residual)
         probabilities = table.mean_probabilities()
-        if missing := int(np.isnan(mean).sum()):
+        if lost := int(np.isnan(table.scores(self.readout)).sum()):
             logger.warning(
-                "%d of %d documents got no grade for query %r; they rank last", missing, len(mean), query[:80]
+                "%d of %d grades are missing for query %r; %d of %d documents have none and rank last",
+                lost,
+                table.fallback.size,
+                query[:80],
+                int(np.isnan(mean).sum()),
+                len(mean),
             )
         results = []
         for rank, i in enumerate(table.ranking(self.readout, residual=self.residual), start=1):
@@ -339,7 +344,7 @@ def _threshold(threshold: Threshold | float | str | Path | None, readout: Readou
         chosen = threshold
     elif isinstance(threshold, str | Path):
         chosen = Threshold.load(threshold)
-    elif isinstance(threshold, Real) and not isinstance(threshold, bool):  # numpy's numbers are Real, not float
+    elif isinstance(threshold, int | float | np.number) and not isinstance(threshold, bool):
         return Threshold(value=float(threshold), readout=readout)
     else:
         raise BadArgument(f"a threshold is a number, a Threshold or its file, got {threshold!r}")
@@ -348,54 +353,67 @@ def _threshold(threshold: Threshold | float | str | Path | None, readout: Readou
     return chosen
 
 
-def _asked(
-    query: str, docs: Docs, doc_ids: Ids | None, metadata: Metadata | None, *, name: str
-) -> tuple[Pool, list[Document]]:
+def _asked(query: str, docs: Docs, doc_ids: Ids | None, metadata: Metadata | None) -> tuple[Pool, list[Document]]:
     """The caller's documents as a pool, and as fresh `Document`s that carry ids and metadata for the results."""
     if not isinstance(query, str):
         raise BadArgument(f"a query is a string, got {type(query).__name__}")
-    given = [docs] if isinstance(docs, str | Document) else list(docs)
-    for what, values in (("doc_ids", doc_ids), ("metadata", metadata)):
-        if isinstance(values, str | Mapping):
-            raise BadArgument(f"{what} is a list with one entry per document, got {type(values).__name__}")
+    given = [docs] if isinstance(docs, str | Document) else _listed(docs, "docs")
+    new_ids = None if doc_ids is None else _listed(doc_ids, "doc_ids")
+    new_metadata = None if metadata is None else _listed(metadata, "metadata")
+    for what, values in (("doc_ids", new_ids), ("metadata", new_metadata)):
         if values is not None and len(values) != len(given):
             raise BadArgument(f"{len(given)} documents but {len(values)} entries in {what}; give one for each")
     documents: list[Document] = []
-    texts: list[str] = []
-    ids: list[str | None] = []
+    ids: list[str | int | None] = []
     for i, doc in enumerate(given):
-        own_id: str | int | None = None
-        own_metadata: Mapping[str, Any] = {}
         if isinstance(doc, Document):
             if doc.document_type != "text":
                 raise BadArgument(f"document {i} is of type '{doc.document_type}'; only text documents are graded")
-            text, own_id, own_metadata = doc.text, doc.doc_id, doc.metadata
+            document = copy.copy(doc)
         elif isinstance(doc, str):
-            text = doc
+            document = Document(doc)
         else:
             raise BadArgument(f"document {i} is a {type(doc).__name__}; give strings or rerankers Documents")
-        chosen = own_id if doc_ids is None else doc_ids[i]
-        ids.append(None if chosen is None else str(chosen))
-        texts.append(text)
-        documents.append(
-            Document(
-                text,
-                doc_id=i if chosen is None else chosen,
-                metadata=dict(own_metadata if metadata is None else metadata[i]),
-            )
-        )
+        chosen = document.doc_id if new_ids is None else new_ids[i]
+        ids.append(chosen)
+        document.doc_id = i if chosen is None else chosen
+        fields = (document.metadata if new_metadata is None else new_metadata[i]) or {}
+        if not isinstance(fields, Mapping):
+            raise BadArgument(f"metadata of document {i} is a {type(fields).__name__}; give a dict")
+        document.metadata = _copied(fields)
+        documents.append(document)
+    texts = [document.text for document in documents]
     unique = _unique_ids(query, texts, ids)
     candidates = tuple(Candidate(doc_id=u, text=t) for u, t in zip(unique, texts, strict=True))
-    return Pool(query_id=name, query=query, candidates=candidates), documents
+    # The query stands for its id: what a query is shown must not depend on which queries are asked with it.
+    return Pool(query_id=query, query=query, candidates=candidates), documents
 
 
-def _unique_ids(query: str, texts: Sequence[str], ids: Sequence[str | None]) -> list[str]:
-    """Ids that tell every document apart and break ties: the given id, else the content; repeats are counted."""
+def _listed(values: Iterable[Any], what: str) -> list[Any]:
+    if isinstance(values, str | Document | Mapping) or not isinstance(values, Iterable):
+        raise BadArgument(f"{what} is a list with one entry per document, got {type(values).__name__}")
+    return list(values)
+
+
+def _copied(value: Any) -> Any:
+    """Metadata with its dicts and lists copied at every depth; what they hold may not be copyable and is shared."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _unique_ids(query: str, texts: Sequence[str], ids: Sequence[str | int | None]) -> list[str]:
+    """Ids that tell every document apart and break ties: the given id, else the content.
+
+    Where an id is repeated every bearer gets content and type added, so that none depends on who came first; only
+    documents alike in all three are counted.
+    """
     keys = windows.content_keys(query, texts, [""] * len(texts))
-    seen: dict[str, int] = {}
+    bases = [key if own is None else str(own) for key, own in zip(keys, ids, strict=True)]
+    bearers, seen = Counter(bases), Counter[str]()
     unique = []
-    for key, own in zip(keys, ids, strict=True):
-        base = key if own is None else own
-        seen[base] = seen.get(base, 0) + 1
-        unique.append(base if seen[base] == 1 else f"{base}\0{key}\0{seen[base]}")
+    for base, key, own in zip(bases, keys, ids, strict=True):
+        name = base if bearers[base] == 1 else f"{base}\0{key}\0{type(own).__name__}"
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}\0{seen[name]}")
     return unique

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -93,8 +93,17 @@ class ScoreTable:
                 )
         if len(self.doc_ids) != n or self.cut.shape != (n,):
             raise InvalidData(f"score table '{self.query_id}': {len(self.doc_ids)} ids for {n} columns")
+        self._freeze()
+
+    def _freeze(self) -> None:
         for name in ("grades", "fallback", "window", "slot", "cut"):
             getattr(self, name).flags.writeable = False
+
+    def __setstate__(self, state: list[Any]) -> None:
+        # Copies and unpickled tables come through here, and arrays lose their flags on the way.
+        for field, value in zip(fields(self), state, strict=True):
+            object.__setattr__(self, field.name, value)
+        self._freeze()
 
     @property
     def presentations(self) -> int:
@@ -130,7 +139,7 @@ class ScoreTable:
 
 
 def _mean_over_presentations(values: Scores) -> Scores:
-    """Mean over axis 0 of the values that are not NaN; NaN where there is none. Equal values have exactly their mean."""
+    """Mean over axis 0 of what is not NaN; NaN where there is none. Equal values have exactly that mean."""
     there = ~np.isnan(values)
     if not len(values):
         return np.full(values.shape[1:], np.nan)
@@ -274,7 +283,7 @@ def read_scores(folder: str | Path) -> tuple[list[ScoreTable], dict[str, Any]]:
     try:
         with np.load(source / _SCORES, allow_pickle=False) as arrays:
             return _unpack(arrays), run
-    except (KeyError, ValueError, IndexError, TypeError, UnicodeDecodeError, zipfile.BadZipFile) as error:
+    except (KeyError, ValueError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InvalidData(f"{source / _SCORES} does not hold score tables ({error!r})") from error
 
 

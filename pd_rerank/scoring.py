@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -16,6 +17,8 @@ from pd_rerank.errors import BadArgument, EngineFailure
 from pd_rerank.pool import Pool
 from pd_rerank.prompt import GradePrompt, PromptSheet
 from pd_rerank.scores import Readout, Scores, ScoreTable, SlotResidual, grade_probabilities, window_widths
+
+logger = logging.getLogger("pd_rerank")
 
 Shuffle = Literal["pool", "window"]
 Calibration = Literal["none", "capcal"]
@@ -143,12 +146,12 @@ class _Plan:
 
     def table(self) -> ScoreTable:
         """What has been read so far, as a score table."""
-        grades = np.stack(self.grades)
-        fallback: npt.NDArray[np.bool_] = np.asarray(np.isnan(grades).any(axis=-1))
-        grades[fallback] = np.nan
-        window, slot = np.stack(self.window), np.stack(self.slot)
+        grades, window, slot = np.stack(self.grades), np.stack(self.window), np.stack(self.slot)
         if self.scoring.calibration == "capcal" and grades.size:
             grades = _calibrated(grades, window, slot, self.probes)
+        # One missing grade of four leaves no expected grade: the whole reading is missing.
+        fallback: npt.NDArray[np.bool_] = np.asarray(np.isnan(grades).any(axis=-1))
+        grades[fallback] = np.nan
         return ScoreTable(
             query_id=self.pool.query_id,
             doc_ids=self.pool.doc_ids,
@@ -202,6 +205,9 @@ def _ask(
                 f"engine '{engine.name}' returned grades of shape {np.shape(values)} for a window of "
                 f"{len(prompt.slots)} candidates and {len(grade_ids)} grades"
             )
+    if blind := sum(len(values) > 1 and bool((values == values[0]).all()) for values in read):
+        # A template that drops the documents, or a model that does not see them, looks like this.
+        logger.warning("in %d of %d windows every document got exactly the same grades", blind, len(read))
     return read
 
 

@@ -49,7 +49,8 @@ def permutation(n: int, *, seed: int) -> Order:
 
 def view_seed(base: int, *, epoch: int, query_id: str, window: int) -> int:
     """The seed of a within-window permutation: the first 8 bytes, big-endian, of SHA-1("base:epoch:query:window")."""
-    digest = hashlib.sha1(f"{base}:{epoch}:{query_id}:{window}".encode()).digest()
+    text = f"{base}:{epoch}:{query_id}:{window}"
+    digest = hashlib.sha1(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_rerank.engines.fake import FakeTokenizer
-from pd_rerank.errors import BadArgument, InvalidData, MissingResource, ModelMismatch
-from pd_rerank.prompt import MARKERS, RUBRICS, GradePrompt, Rubric, is_blank, load_rubric, marker, normalise
+from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch
+from pd_rerank.prompt import MARKERS, GradePrompt, is_blank, marker, normalise
+from pd_rerank.rubrics import RUBRICS
 from tests import tokenizers_for_tests as kinds
 
 ROOM = 100_000
@@ -333,47 +333,6 @@ def test_plain_text_where_there_is_no_template_or_it_is_refused() -> None:
 def test_plain_prompts_open_with_the_bos_token_exactly_once() -> None:
     prompt = GradePrompt(kinds.sentencepiece_llama())
     assert (sheet_of(prompt, ["x"]).window([0]).token_ids == 1).tolist().count(True) == 1
-
-
-def test_own_rubrics_come_from_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "legal.yaml"
-    path.write_text(
-        "system: You grade statutes.\ninstruction: Grade each statute.\nitem: statute\n"
-        "grades: {0: beside the point, 1: same field, 2: applies in part, 3: governs the case}\n"
-    )
-    rubric = load_rubric(path)
-    assert rubric.name == "legal"
-    assert rubric.grades[3] == "governs the case"
-    text = GradePrompt(FakeTokenizer(), rubric=path)._whole_text("q", ["x"])
-    assert "3: governs the case\n2: applies in part\n1: same field\n0: beside the point" in text
-    assert "Statutes:\n[1] x" in text
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("grades: [a, b, c, d]\nsystem: s\ninstruction: i\nitme: x", "itme"),
-        ("- 1", "mapping"),
-        ("system: s\ninstruction: i\ngrades: {1: a, 2: b}", "0 to 1"),
-        ("system: s\ninstruction: i\ngrades: [a, b, 3]", "grades"),
-        ("system: s\ngrades: [a, b]", "instruction"),
-        ("a: [", "YAML"),
-    ],
-)
-def test_a_broken_rubric_file_names_the_field(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(content)
-    with pytest.raises(InvalidData, match=message):
-        load_rubric(path)
-
-
-def test_unknown_rubrics_are_refused_with_the_choices() -> None:
-    with pytest.raises(BadArgument, match="response_quality"):
-        load_rubric("relevance")
-    with pytest.raises(MissingResource):
-        load_rubric("absent.yaml")
-    with pytest.raises(BadArgument, match="2 to 10"):
-        Rubric(name="x", system="s", instruction="i", grades=("only",))
 
 
 def test_describe_is_plain_json() -> None:

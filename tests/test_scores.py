@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +120,11 @@ def test_blank_documents_are_left_alone_by_the_slot_residual() -> None:
 
 def test_window_widths_count_companions() -> None:
     assert window_widths(np.array([[0, 1, 0, -1, 0]], dtype=np.int32)).tolist() == [[3, 1, 3, 0, 3]]
+
+
+def test_copies_and_unpickled_tables_are_equal_and_read_only() -> None:
+    scores = table([[0.2, 0.9]])
+    for twin in (copy.deepcopy(scores), pickle.loads(pickle.dumps(scores))):
+        assert twin.query_id == "q"
+        assert (twin.grades == scores.grades).all()
+        assert not twin.grades.flags.writeable

@@ -282,3 +282,19 @@ def test_progress_counts_every_prompt() -> None:
         progress=done.append,
     )
     assert sum(done) == 3
+
+
+def test_a_window_whose_documents_all_look_the_same_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    scored([pool(["tide", "moon"])], FakeEngine(relevance=lambda query, text: 0.3))
+    assert "in 1 of 1 windows every document got exactly the same grades" in caplog.text
+    caplog.clear()
+    scored([pool(["tide", "bread"])])
+    scored([pool(["tide"])])
+    assert not caplog.text
+
+
+def test_a_calibration_prompt_without_grades_leaves_them_missing_and_marked() -> None:
+    engine = FakeEngine(missing=lambda text: text == "")
+    (table,) = scored([pool(["tide", "moon"])], engine, calibration="capcal")
+    assert table.fallback.all()
+    assert np.isnan(table.mean()).all()

@@ -13,9 +13,10 @@ ENGINES = ("hf", "fake")
 def load_engine(model: Any, *, engine: str | Engine = "hf", **options: Any) -> Engine:
     """Build the engine called `engine` for `model`, or hand back an engine object as it is.
 
-    `options` are the engine's own constructor arguments; those left at None are not passed on.
+    `options` are the engine's own constructor arguments; one it does not know is a `TypeError`. An `adapter` of None
+    is no adapter, and may be given to any engine.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if name != "adapter" or value is not None}
     if not isinstance(engine, str):
         if not isinstance(engine, Engine):
             raise BadArgument(

@@ -1,0 +1,487 @@
+"""`pd-rerank demo`: what the order of arrival does to a reranker, and what undoes it, shown on a few passages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pd_rerank.errors import BadArgument, EngineFailure
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from rich.console import Console
+
+    from pd_rerank.engines.base import Engine
+    from pd_rerank.pool import Pool
+    from pd_rerank.prompt import GradePrompt
+    from pd_rerank.scores import Scores
+    from pd_rerank.scoring import Scoring
+
+logger = logging.getLogger("pd_rerank")
+
+WIDTH = 100
+"""The widest line printed."""
+
+DEPTH = 10
+"""The cut-off of nDCG."""
+
+FEW = 3
+"""Arrival orders for the rows other than the first, and those shown side by side."""
+
+GIVEN, SINGLE = "round-robin windows, as given", "window=1, one by one"
+
+SHOWN = 8
+"""Documents listed one by one."""
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(help="Short name, folder or hub id; 'fake' shows the tables without a model.")
+    ] = "smollm2-135m",
+    adapter: Annotated[str | None, typer.Option(help="LoRA adapter, folder or hub id.")] = None,
+    queries: Annotated[int, typer.Option(min=1, max=8, help="Queries of the demo data.")] = 2,
+    candidates: Annotated[int, typer.Option(min=2, max=24, help="Candidates per query, the first stage's best.")] = 16,
+    presentations: Annotated[
+        int, typer.Option(min=2, max=100, help="Arrival orders to try; the average is over half of them.")
+    ] = 10,
+    window_size: Annotated[int, typer.Option(min=1, help="Candidates in one prompt; 20 in earnest.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the first arrival order.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures to this file, as JSON.")
+    ] = None,
+) -> None:
+    """Show what the order of arrival does to ranks, scores and decisions, and what undoes it.
+
+    The same queries and passages reach the reranker in several shuffled orders. Nothing else changes, so
+    whatever changes in the answers is the order's doing. Takes about two minutes on two CPU cores.
+    """
+    # Waiting threads otherwise spin: on a machine with other work that tripled the CPU time (torch reads this once).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from rich.console import Console
+
+    from pd_rerank.engines import load_engine
+    from pd_rerank.files import write_json
+    from pd_rerank.prompt import GradePrompt
+
+    if json_file is not None and json_file.is_dir():
+        raise BadArgument(f"--json {json_file} is a folder; name a file")
+    if model == "fake" and adapter is not None:
+        raise BadArgument("--model fake takes no --adapter; name the model the adapter was made for")
+    logger.info("loading %s; an embedded model is fetched and converted once, in under a minute", model)
+    started = time.perf_counter(), time.process_time()
+    engine = (
+        load_engine(model, engine="fake", position_bias=0.6) if model == "fake" else load_engine(model, adapter=adapter)
+    )
+    prompt = GradePrompt(engine.tokenizer)
+    card = getattr(engine, "adapter_card", None)
+    if card:
+        prompt.check_card(card, where=f"adapter '{adapter}'")
+    figures = measure(
+        engine,
+        prompt,
+        queries=queries,
+        candidates=candidates,
+        presentations=presentations,
+        window=window_size,
+        seed=seed,
+    )
+    figures["seconds"] = {
+        "wall": round(time.perf_counter() - started[0], 1),
+        "cpu": round(time.process_time() - started[1], 1),
+    }
+    if json_file is not None:
+        write_json(json_file, figures)
+    out = Console(highlight=False, markup=False, emoji=False)
+    if not out.is_terminal or out.width > WIDTH:
+        out.width = WIDTH
+    show(figures, out)
+
+
+# -- figures ------------------------------------------------------------------------------------------------
+
+
+def measure(
+    engine: Engine,
+    prompt: GradePrompt,
+    *,
+    queries: int,
+    candidates: int,
+    presentations: int,
+    window: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Score the demo's pools under several arrival orders in five ways, and compare; plain values, as for JSON."""
+    import numpy as np
+
+    from pd_rerank.scores import ranking
+    from pd_rerank.scoring import Scoring
+    from pd_rerank.windows import permutation
+
+    pools, qrels, twins = demo_data()
+    pools = [replace(pool, candidates=pool.candidates[:candidates]) for pool in pools[:queries]]
+    grades = [np.array([qrels[pool.query_id][d] for d in pool.doc_ids]) for pool in pools]
+    orders = [permutation(candidates, seed=seed + k) for k in range(presentations)]
+    few, half = orders[:FEW], presentations // 2
+    ways: list[tuple[str, Scoring, list[npt.NDArray[np.int64]]]] = [
+        (GIVEN, Scoring(window=window), orders),
+        ("contiguous windows, as given", Scoring(window=window, partition="contiguous"), few),
+        ('order="canonical"', Scoring(window=window, order="canonical"), few),
+        (SINGLE, Scoring(window=1), few),
+    ]
+    rows: list[dict[str, Any]] = []
+    by_way: list[list[Scores]] = []
+    with _Progress(sum(len(used) for _, _, used in ways) * queries * candidates) as bar:
+        for label, scoring, used in ways:
+            clock = time.process_time()
+            scores = _scores(pools, used, engine=engine, prompt=prompt, scoring=scoring, bar=bar)
+            spent = (time.process_time() - clock) / (len(used) * queries)
+            by_way.append(scores)
+            rows.append({"way": label, **_compare(pools, scores, grades), "cpu_seconds_per_query": spent})
+    # Two averages are over disjoint presentations, as those of two callers are; the orders are halved in several ways.
+    halves = [np.roll(np.arange(2 * half), -r).reshape(2, half) for r in range(half)]
+    averages = [np.concatenate([s[pair].mean(axis=1) for pair in halves]) for s in by_way[0]]
+    pairs = [(i, i + 1) for i in range(0, 2 * half, 2)]
+    rows.insert(
+        2,
+        {
+            "way": f"average of {half} presentations",
+            **_compare(pools, averages, grades, pairs=pairs),
+            "cpu_seconds_per_query": half * rows[0]["cpu_seconds_per_query"],
+        },
+    )
+    first, ids = by_way[0][0], pools[0].doc_ids
+    ranked = np.stack([ranking(s, ids) for s in first])
+    return {
+        "engine": engine.describe(),
+        "settings": {
+            "queries": queries,
+            "candidates": candidates,
+            "presentations": presentations,
+            "averaged": half,
+            "window": window,
+            "seed": seed,
+            "template": prompt.hash,
+        },
+        "rows": rows,
+        "example": {
+            "query": pools[0].query,
+            "texts": dict(zip(ids, pools[0].texts, strict=True)),
+            "top": [
+                [
+                    {
+                        "docid": ids[i],
+                        "grade": int(grades[0][i]),
+                        "arrived": int(np.flatnonzero(order == i)[0]) + 1,
+                        "score": float(scores[i]),
+                    }
+                    for i in best[:5]
+                ]
+                for order, scores, best in zip(few, first, ranked, strict=False)
+            ],
+            "documents": _documents(ids, grades[0], first, ranked, threshold=rows[0]["threshold"]),
+        },
+        "quality": {
+            "first_stage_ndcg10": float(np.mean([_ndcg(g) for g in grades])),
+            "random_ndcg10": float(np.mean([_ndcg_of_chance(g) for g in grades])),
+            **_twins(pools, by_way[0], twins),
+        },
+    }
+
+
+def demo_data() -> tuple[list[Pool], dict[str, dict[str, int]], dict[str, tuple[str, str]]]:
+    """The demo's pools, its grades per query and document, and per query its twins: (better, worse)."""
+    from pd_rerank.files import read_jsonl
+    from pd_rerank.pool import read_pools
+
+    with resources.as_file(resources.files("pd_rerank") / "demo") as folder:
+        pools = read_pools(folder / "pools.jsonl")
+        qrels: dict[str, dict[str, int]] = {}
+        for _, line in read_jsonl(folder / "qrels.jsonl"):
+            qrels.setdefault(line["qid"], {})[line["docid"]] = line["grade"]
+        twins = {line["qid"]: (line["docid"], line["twin"]) for _, line in read_jsonl(folder / "twins.jsonl")}
+    return pools, qrels, twins
+
+
+def _scores(
+    pools: Sequence[Pool],
+    orders: Sequence[npt.NDArray[Any]],
+    *,
+    engine: Engine,
+    prompt: GradePrompt,
+    scoring: Scoring,
+    bar: _Progress,
+) -> list[Scores]:
+    """Per pool the scores (arrivals, n): row = the order its list arrived in, column = candidate in pool order."""
+    import numpy as np
+
+    from pd_rerank.scoring import score_pools
+
+    windows = -(-len(orders[0]) // scoring.window)
+    out = [np.empty((len(orders), len(pool))) for pool in pools]
+    for k, order in enumerate(orders):
+        # A call for each arrival order, as a caller's would come: an engine computes equal prompts of one call once.
+        tables = score_pools(
+            [replace(pool, candidates=tuple(pool.candidates[i] for i in order)) for pool in pools],
+            engine=engine,
+            prompt=prompt,
+            scoring=scoring,
+            progress=lambda done: bar.advance(done * len(orders[0]) / windows),
+        )
+        for scores, table in zip(out, tables, strict=True):
+            if table.fallback.any():
+                raise EngineFailure(
+                    f"'{engine.name}' gave no grade for {int(table.fallback.sum())} of {len(order)} candidates of "
+                    f"query '{table.query_id}'; pd-rerank doctor --model shows why"
+                )
+            scores[k, order] = table.mean()
+    return out
+
+
+def _compare(
+    pools: Sequence[Pool],
+    scores: Sequence[Scores],
+    grades: Sequence[npt.NDArray[Any]],
+    *,
+    pairs: Sequence[tuple[int, int]] | None = None,
+) -> dict[str, Any]:
+    """What changes between two rows of scores, averaged over `pairs` of rows (default: all) and over the queries."""
+    import numpy as np
+
+    from pd_rerank.scores import ranking
+
+    threshold = float(np.median(np.concatenate([s[0] for s in scores])))
+    change, tau, overlap, top, ndcg = [], [], [], [], []
+    for pool, table, graded in zip(pools, scores, grades, strict=True):
+        ranked = [ranking(s, pool.doc_ids) for s in table]
+        ndcg += [_ndcg(graded[r]) for r in ranked]
+        for a, b in pairs or combinations(range(len(table)), 2):
+            change.append(np.abs(table[a] - table[b]).mean())
+            tau.append(_kendall(ranked[a], ranked[b]))
+            overlap.append(_jaccard(table[a] >= threshold, table[b] >= threshold))
+            top.append(ranked[a][0] != ranked[b][0])
+    return {
+        "pairs": len(change),
+        "threshold": threshold,
+        "score_sd": float(np.mean([s.std(axis=1).mean() for s in scores])),
+        "mean_score_change": float(np.mean(change)),
+        "kendall_tau": float(np.mean(tau)),
+        "retained_overlap": float(np.mean(overlap)),
+        "top1_changes": int(np.sum(top)),
+        "ndcg10": float(np.mean(ndcg)),
+    }
+
+
+def _documents(
+    ids: Sequence[str],
+    grades: npt.NDArray[Any],
+    scores: Scores,
+    ranked: npt.NDArray[Any],
+    *,
+    threshold: float,
+) -> list[dict[str, Any]]:
+    """Per document, in first-stage order: range of score and of rank over the arrival orders, how often it is kept."""
+    import numpy as np
+
+    ranks = np.argsort(ranked, axis=1) + 1
+    return [
+        {
+            "docid": doc_id,
+            "grade": int(grades[i]),
+            "score": [float(scores[:, i].min()), float(scores[:, i].max())],
+            "rank": [int(ranks[:, i].min()), int(ranks[:, i].max())],
+            "kept": int((scores[:, i] >= threshold).sum()),
+        }
+        for i, doc_id in enumerate(ids)
+    ]
+
+
+def _twins(pools: Sequence[Pool], scores: Sequence[Scores], twins: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+    """How often the better of two passages alike in wording scores strictly higher, over queries and arrival orders."""
+    better = total = 0
+    for pool, table in zip(pools, scores, strict=True):
+        place = {doc_id: i for i, doc_id in enumerate(pool.doc_ids)}
+        good, bad = twins[pool.query_id]
+        if good in place and bad in place:
+            better += int((table[:, place[good]] > table[:, place[bad]]).sum())
+            total += len(table)
+    return {"better_twin_higher": better, "twin_trials": total}
+
+
+def _kendall(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Kendall's tau between two rankings of the same candidates, given best to worst; neither has ties."""
+    import numpy as np
+
+    x, y = np.argsort(a), np.argsort(b)
+    agree = np.sign(x[:, None] - x) * np.sign(y[:, None] - y)
+    return float(agree.sum() / (len(x) * (len(x) - 1)))
+
+
+def _jaccard(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Shared members over all members of two sets given as masks; two empty sets are the same set."""
+    either = int((a | b).sum())
+    return int((a & b).sum()) / either if either else 1.0
+
+
+def _ndcg(ranked_grades: npt.NDArray[Any]) -> float:
+    """nDCG@10, gain 2^grade - 1, of grades listed best-ranked first; 0 where nothing is relevant."""
+    import numpy as np
+
+    gains = 2.0**ranked_grades - 1
+    discounts = 1 / np.log2(np.arange(2, min(DEPTH, len(gains)) + 2))
+    best = float(np.sort(gains)[::-1][: len(discounts)] @ discounts)
+    return float(gains[: len(discounts)] @ discounts) / best if best else 0.0
+
+
+def _ndcg_of_chance(grades: npt.NDArray[Any]) -> float:
+    """The expected nDCG@10 of a random order: every rank holds the mean gain."""
+    import numpy as np
+
+    gains = 2.0**grades - 1
+    discounts = 1 / np.log2(np.arange(2, min(DEPTH, len(gains)) + 2))
+    best = float(np.sort(gains)[::-1][: len(discounts)] @ discounts)
+    return float(gains.mean() * discounts.sum()) / best if best else 0.0
+
+
+class _Progress:
+    """A bar on stderr, in candidates graded; none with --quiet or where stderr is no terminal."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        off = None if logger.isEnabledFor(logging.INFO) else True
+        self._bar = tqdm(total=total, unit="candidate", desc="grading", disable=off, leave=False)
+        self._done = 0.0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, candidates: float) -> None:
+        """Add to the candidates graded; parts of one are kept until they make a whole."""
+        self._done += candidates
+        self._bar.update(int(self._done + 1e-6) - self._bar.n)
+
+
+# -- tables -------------------------------------------------------------------------------------------------
+
+
+def show(figures: Mapping[str, Any], out: Console) -> None:
+    """Print what `measure` found, as three tables and what they mean."""
+    settings, example, quality = figures["settings"], figures["example"], figures["quality"]
+    n, orders = settings["candidates"], settings["presentations"]
+    out.print(
+        f"{figures['engine']['model']}: {settings['queries']} of the demo's queries, {n} candidates each, in windows "
+        f"of up to {settings['window']}, in {orders} arrival orders. Nothing but the order changes."
+    )
+    out.print(
+        f"\n1. The top five of one query in {len(example['top'])} of the orders (#: place of arrival): "
+        f"{example['query']}"
+    )
+    _show_top(example, out)
+    out.print(f"\n2. Its first {min(SHOWN, n)} passages over the {orders} orders: where each scored, ranked, was kept")
+    _show_documents(example, settings, out)
+    out.print("\n3. What changes between two arrival orders: the mean over all pairs of orders, all queries")
+    _show_rows(figures["rows"], out)
+    out.print(
+        "Kept: score at or above the median of that row's first arrival order. Overlap: shared members over all "
+        "members of the two kept sets. An average is compared with one over other orders. "
+        "A bare 0 or 1 is exact, not rounded. CPU: to score a query once that way."
+    )
+    by_way = {row["way"]: row for row in figures["rows"]}
+    out.print(
+        f"\nnDCG@10: {by_way[GIVEN]['ndcg10']:.2f} as given, {by_way[SINGLE]['ndcg10']:.2f} with window=1, "
+        f"{quality['random_ndcg10']:.2f} for a random order, {quality['first_stage_ndcg10']:.2f} for the first stage "
+        f"(BM25). Of two passages alike but for the point, the better one scored higher in "
+        f"{quality['better_twin_higher']} of {quality['twin_trials']} arrivals.\n"
+        "Read this as a picture of order, not of quality: over so few queries these numbers say little, and off the "
+        "shelf a model as small as smollm2-135m knows little of relevance and much of position. Averaging shrinks "
+        "the changes, but cannot rank by what a model does not see; canonical order and window=1 make the answer "
+        "independent of arrival; relevance takes a larger model or an adapter (--model, --adapter)."
+    )
+    if "seconds" in figures:
+        out.print(
+            f"Time, loading included: {figures['seconds']['wall']:.0f} s, {figures['seconds']['cpu']:.0f} s of CPU."
+        )
+
+
+def _show_top(example: Mapping[str, Any], out: Console) -> None:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("rank", justify="right")
+    for k in range(len(example["top"])):
+        table.add_column(f"arrival order {k + 1}")
+    for rank in range(len(example["top"][0])):
+        cells = []
+        for best in example["top"]:
+            hit = best[rank]
+            text = _beginning(example["texts"][hit["docid"]], 28)
+            cells.append(f"{text}\n  #{hit['arrived']}, grade {hit['grade']}, {hit['score']:.3f}")
+        table.add_row(str(rank + 1), *cells)
+    out.print(table)
+
+
+def _show_documents(example: Mapping[str, Any], settings: Mapping[str, Any], out: Console) -> None:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("passage")
+    table.add_column("grade", justify="right")
+    table.add_column("score min … max")
+    table.add_column("rank", justify="right")
+    table.add_column(f"ranks 1 to {settings['candidates']}", no_wrap=True)
+    table.add_column("kept", justify="right")
+    for document in example["documents"][:SHOWN]:
+        (low, high), (best, worst) = document["score"], document["rank"]
+        table.add_row(
+            _beginning(example["texts"][document["docid"]], 28),
+            str(document["grade"]),
+            f"{low:.3f} … {high:.3f}",
+            f"{best}-{worst}",
+            "·" * (best - 1) + "█" * (worst - best + 1) + "·" * (settings["candidates"] - worst),
+            f"{document['kept']}/{settings['presentations']}",
+        )
+    out.print(table)
+
+
+def _show_rows(rows: Sequence[Mapping[str, Any]], out: Console) -> None:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "mean score\nchange": lambda row: _decimals(row["mean_score_change"], 4),
+        "SD of\nscores": lambda row: _decimals(row["score_sd"], 4),
+        "Kendall\ntau": lambda row: _decimals(row["kendall_tau"], 3),
+        "kept sets\noverlap": lambda row: _decimals(row["retained_overlap"], 3),
+        "first place\nchanged": lambda row: f"{row['top1_changes']} of {row['pairs']}",
+        "CPU s\na query": lambda row: f"{row['cpu_seconds_per_query']:.1f}",
+    }
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("how the list is scored")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row["way"], *(cell(row) for cell in columns.values()))
+    out.print(table)
+
+
+def _decimals(value: float, digits: int) -> str:
+    """A number to so many decimals; exact 0 and 1 without any, so that they are told from rounded ones."""
+    return str(int(value)) if value in (0.0, 1.0) else f"{value:.{digits}f}"
+
+
+def _beginning(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1].rstrip()}…"

@@ -1,0 +1,285 @@
+"""Settings from a YAML file and the command line, as frozen models that refuse what they do not know."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from pd_rerank.errors import BadArgument, MissingResource
+
+
+class Settings(BaseModel):
+    """Base of every settings model: frozen, unknown keys refused, defaults checked like given values.
+
+    A field's description is its help text; `panel` in its `json_schema_extra` groups it there.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load(model: type[S], *, file: str | Path | None = None, given: Mapping[str, Any] | None = None) -> S:
+    """Make a `model` from a YAML file and what was given by hand; what was given by hand wins, None is not given.
+
+    Keys are the options' names, with hyphens or underscores. Paths are relative to the working folder, as on the
+    command line. A missing file is `MissingResource`; an unknown key (near names are offered) or a value out of
+    range is `BadArgument`.
+    """
+    values = {} if file is None else read(model, Path(file))
+    values |= {name: value for name, value in (given or {}).items() if value is not None}
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise BadArgument("; ".join(_sentence(e) for e in error.errors())) from error
+
+
+def read(model: type[Settings], path: Path) -> dict[str, Any]:
+    """The values a YAML file gives for fields of `model`, unchecked; an unknown key is refused."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise MissingResource(f"no config file {path}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadArgument(f"{path} is not YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise BadArgument(f"{path}: a config file is a list of 'key: value' lines, this is a {type(data).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in model.model_fields:
+            raise BadArgument(f"{path}: unknown key '{key}'; {_near(name, list(model.model_fields))}")
+        values[name] = value
+    return values
+
+
+def _near(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
+
+
+def _sentence(error: Any) -> str:
+    """One of pydantic's errors in words: the option, what it should be, what it is."""
+    message = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        return str(message)
+    name = ".".join(map(str, error["loc"])).replace("_", "-")
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting '{name}'"
+    if isinstance(error["input"], dict):  # what is wrong is in the sentence; the whole mapping would bury it
+        return f"{name}: {message}"
+    option = "--" if len(error["loc"]) == 1 else ""
+    return f"{option}{name}: {message[:1].lower()}{message[1:]}, got {error['input']!r}"
+
+
+def _spelling(value: Any) -> Any:
+    """round-robin and round_robin are one word."""
+    return value.replace("-", "_") if isinstance(value, str) else value
+
+
+def _option(default: Any, help: str, panel: str, **limits: Any) -> Any:
+    return Field(default, description=help, json_schema_extra={"panel": panel}, **limits)
+
+
+_IN, _MODEL, _PROMPT = "What is reranked", "Model", "What is asked"
+_SHOW, _READ, _OUT = "How candidates are shown", "What is read and decided", "What is written"
+
+
+class RerankSettings(Settings):
+    """Everything `pd-rerank rerank` can be told, on the command line or in a file."""
+
+    run: Path | None = _option(None, "TREC run: query id, Q0, document id, rank, score, tag.", _IN)
+    corpus: Path | None = _option(None, "JSONL with the texts of the run's documents.", _IN)
+    topics: Path | None = _option(None, "Queries of the run: .tsv (id, tab, text) or .jsonl.", _IN)
+    pools: Path | None = _option(
+        None, "Pool folder or JSONL in rank_llm's shape, instead of run, corpus and topics.", _IN
+    )
+    hits: int | None = _option(None, "Best hits of the run taken per query. Default: 100.", _IN, ge=1)
+    missing: Literal["error", "skip"] = _option(
+        "error", "Hits without a text in the corpus: stop, or leave them out.", _IN
+    )
+    max_queries: int | None = _option(None, "Only the first queries.", _IN, ge=1)
+
+    model: str = _option("smollm2-135m", "Short name, folder or hub id of a causal LM.", _MODEL)
+    adapter: str | None = _option(None, "LoRA adapter: folder or hub id.", _MODEL)
+    check_template: bool = _option(True, "Refuse an adapter trained with another prompt.", _MODEL)
+    engine: Literal["hf", "fake"] = _option(
+        "hf", "hf: transformers. fake: no model, grades by word overlap, for trying out files.", _MODEL
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = _option(
+        None, "Precision of the weights; left out: auto.", _MODEL
+    )
+    device: str | None = _option(None, "cpu, cuda, cuda:1, mps; left out: the best there is.", _MODEL)
+    batch_tokens: int | None = _option(None, "Tokens per batch on an accelerator.", _MODEL, ge=1)
+    share_prefix: bool | None = _option(None, "Compute what prompts of a query share once.", _MODEL)
+    max_length: int | None = _option(None, "Longest prompt in tokens; left out: the model's.", _MODEL, ge=1)
+
+    rubric: str = _option(
+        "passage_relevance", "passage_relevance, answer_support, response_quality, or .yaml.", _PROMPT
+    )
+    instruction: str | None = _option(None, "Replaces the rubric's instruction.", _PROMPT)
+    markers: str = _option("numeric", "How documents are marked: numeric, alpha, doc_n, roman, rand3.", _PROMPT)
+    placeholder: str = _option("0", "What stands where a grade would.", _PROMPT)
+    max_doc_chars: int | None = _option(
+        None, "Characters kept per document; 0: all; left out: the rubric's.", _PROMPT, ge=0
+    )
+
+    window_size: int = _option(20, "Candidates per prompt; 1 is exact pointwise scoring.", _SHOW, ge=1)
+    partition: Annotated[Literal["round_robin", "contiguous", "hashed"], BeforeValidator(_spelling)] = _option(
+        "round_robin", "How a pool is cut into windows.", _SHOW
+    )
+    order: Literal["given", "reverse", "canonical"] = _option(
+        "given", "Arrangement before that; canonical: by content, whatever order candidates came in.", _SHOW
+    )
+    presentations: int = _option(1, "Shuffles whose scores are averaged; 1: no shuffle.", _SHOW, ge=1)
+    seed: int = _option(0, "Seed of the first shuffle; the next take seed+1 and so on.", _SHOW)
+    shuffle: Literal["pool", "window"] = _option("pool", "Shuffle the whole pool, or inside each window.", _SHOW)
+    settle: bool = _option(
+        False, "Stop presenting a query once its retained set (or, without threshold, top-k set) is settled.", _SHOW
+    )
+
+    readout: Literal["expected", "p_relevant", "argmax"] = _option(
+        "expected", "Expected grade, mass of the upper grades, or likeliest grade.", _READ
+    )
+    calibration: Literal["none", "capcal"] = _option("none", "Correct by a prompt of empty documents.", _READ)
+    residual: Path | None = _option(None, "Slot residuals (JSON) taken off the scores.", _READ)
+    threshold: Path | None = _option(None, "Threshold (JSON); marks each candidate retained or not.", _READ)
+
+    output: Path | None = _option(None, "Folder for run.trec, results.jsonl, scores/, manifest.json.", _OUT)
+    top_k: int | None = _option(None, "Only the best candidates are written.", _OUT, ge=1)
+    run_tag: str = _option("pd_rerank", "Last column of run.trec, one word.", _OUT)
+    shard_size: int = _option(16, "Queries per shard; an interruption loses at most one shard.", _OUT, ge=1)
+
+    @model_validator(mode="after")
+    def _one_input(self) -> RerankSettings:
+        parts = {"--run": self.run, "--corpus": self.corpus, "--topics": self.topics}
+        given = [name for name, value in parts.items() if value is not None]
+        if self.pools is not None and given:
+            raise ValueError(f"--pools holds texts and queries already; leave out {', '.join(given)}")
+        if self.pools is not None and self.hits is not None:
+            raise ValueError("--hits is for a run; pools are taken as they are")
+        if self.pools is None and len(given) < 3:
+            lacking = ", ".join(name for name in parts if name not in given)
+            raise ValueError(f"nothing to rerank: give --pools, or --run, --corpus and --topics ({lacking} missing)")
+        if self.settle and self.presentations < 3:
+            raise ValueError("--settle needs --presentations 3 or more, the most a query may take")
+        if self.settle and self.threshold is None and self.top_k is None:
+            raise ValueError("--settle needs a decision: give --threshold or --top-k")
+        return self
+
+
+# -- pools ------------------------------------------------------------------------------------------------------
+
+_FROM, _FUSE, _TEXTS = "What is searched", "How routes are fused", "Texts"
+
+_OF_TYPE = {
+    "run": ("path",),
+    "bm25": ("index", "k1", "b", "rm3", "language"),
+    "dense": ("index", "encoder", "query_prefix", "pooling", "l2_norm", "max_length", "batch_size", "ef_search"),
+    "sparse": ("index", "encoder", "query_prefix", "max_length", "batch_size", "quantise"),
+}
+_OF_EVERY_TYPE = ("type", "depth", "weight", "threshold", "transform")
+
+
+def _route_type(value: Any) -> Any:
+    """Pyserini's words for the kinds of index are taken too."""
+    return {"lucene": "bm25", "faiss": "dense", "impact": "sparse"}.get(value, value)
+
+
+class RouteSettings(Settings):
+    """One route of a pool: an index to search, or a TREC run. What a type does not know is refused."""
+
+    type: Annotated[Literal["bm25", "dense", "sparse", "run"], BeforeValidator(_route_type)]
+    path: Path | None = None
+    index: str | None = None
+    depth: int | None = Field(None, ge=1)
+    weight: float | None = Field(None, ge=0)
+    threshold: float | None = None
+    transform: Literal["raw", "log1p"] | None = None
+    k1: float | None = None
+    b: float | None = None
+    rm3: bool | None = None
+    language: str | None = None
+    encoder: str | None = None
+    query_prefix: str | None = None
+    pooling: str | None = None
+    l2_norm: bool | None = None
+    max_length: int | None = None
+    batch_size: int | None = None
+    ef_search: int | None = None
+    quantise: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hyphens(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            raise ValueError("a route is a list of 'key: value' lines")
+        spelt = {str(key).replace("-", "_"): value for key, value in values.items()}
+        if unknown := [key for key in spelt if key not in cls.model_fields]:
+            raise ValueError(f"unknown key '{unknown[0]}'; {_near(unknown[0], list(cls.model_fields))}")
+        return spelt
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> RouteSettings:
+        known = _OF_EVERY_TYPE + _OF_TYPE[self.type]
+        if idle := [name for name in self.model_fields_set if name not in known and getattr(self, name) is not None]:
+            raise ValueError(
+                f"'{sorted(idle)[0]}' means nothing to type {self.type}, which knows {', '.join(known[1:])}"
+            )
+        place = "path" if self.type == "run" else "index"
+        if getattr(self, place) is None:
+            raise ValueError(f"a route of type {self.type} needs '{place}'")
+        return self
+
+    def searcher_options(self) -> dict[str, Any]:
+        """What the searcher is to be told: every option of the type that was given."""
+        names = [name for name in _OF_TYPE[self.type] if name not in ("index", "path")]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+class PoolSettings(Settings):
+    """Everything `pd-rerank pool` can be told; routes and a method's parameters in a file only."""
+
+    topics: Path | None = _option(None, "Queries: .tsv (id, tab, text) or .jsonl.", _FROM)
+    routes: dict[str, RouteSettings] = Field({}, description="Routes by name.")
+    preset: Literal["nevir-paper"] | None = _option(
+        None, "Depths, weights, thresholds and transforms of the NevIR paper, by type of route.", _FROM
+    )
+    max_queries: int | None = _option(None, "Only the first queries.", _FROM, ge=1)
+    threads: int = _option(1, "Threads of a search.", _FROM, ge=1)
+
+    method: str = _option("weighted", "weighted, rrf, or any fusion method of ranx (ranx:rrf for its own).", _FUSE)
+    norm: str | None = _option("min-max", "How ranx normalises scores before it fuses.", _FUSE)
+    params: dict[str, Any] = Field({}, description="Parameters of the method: k of rrf, gamma, phi, …")
+    precision: Literal["float64", "float32"] = _option(
+        "float64", "Of weighted scores; float32 ties what the NevIR paper's scores tie.", _FUSE
+    )
+    weights: Path | None = _option(None, "Weights found by 'pd-rerank pool weights' (JSON).", _FUSE)
+
+    corpus: Path | None = _option(None, "JSONL or TSV with the documents' texts.", _TEXTS)
+    text_index: str | None = _option(None, "Lucene index that stores the texts, instead of a corpus.", _TEXTS)
+    missing_limit: float = _option(0.0, "Share of documents without text above which to stop.", _TEXTS, ge=0, le=1)
+    fold_texts: bool = _option(
+        False, "Make one candidate of documents that differ in case, white space or Unicode form only.", _TEXTS
+    )
+
+    output: Path | None = _option(None, "Folder for pools.jsonl and manifest.json.", _OUT)
+    qrels: Path | None = _option(None, "Judgements, for the health report in the manifest.", _OUT)
+    shard_size: int = _option(256, "Queries per shard; an interruption loses at most one shard.", _OUT, ge=1)
+
+    @model_validator(mode="after")
+    def _one_text_source(self) -> PoolSettings:
+        if self.corpus is not None and self.text_index is not None:
+            raise ValueError("texts come from --corpus or --text-index; leave one out")
+        if not self.routes:
+            raise ValueError("no routes: list them under 'routes' in a config file, or give --run NAME=PATH")
+        return self

@@ -1,0 +1,1 @@
+"""First stages: Java for Pyserini, indexes, encoders and searchers."""

@@ -1,0 +1,326 @@
+"""Measure what pd_rerank costs, each figure as a ratio of two things timed in turn in the same run.
+
+    python pipelines/benchmark.py --output runs/benchmark
+
+writes `benchmark.json` and `benchmark.md` and prints the table. CPU time is the process's own, all threads together;
+the two sides of a ratio alternate, so a busy machine slows both. `--rounds`, `--documents` and `--layers` set the size:
+fewer layers make it quick and the vocabulary head heavier. `--only bootstrap` measures one group and loads no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+Measured = Mapping[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One line of the table: CPU time of `over` in units of `under`, to stay at or below `limit`."""
+
+    name: str
+    over: str
+    under: str
+    limit: float
+
+
+RATIOS = (
+    Ratio("slot rows only / logits of every position", "window 20", "window 20, all logits", 0.88),
+    Ratio(
+        "rendering and tokenising 10 presentations / encoding every window", "K=10, sheet", "K=10, whole windows", 0.10
+    ),
+    Ratio("window=1 with shared prefix / window=20", "window 1, shared", "window 20", 0.80),
+    Ratio("window=1 with shared prefix / without", "window 1, shared", "window 1, unshared", 0.50),
+    Ratio("everything in rerankers' rank() but the forward / the forward", "rank() without forward", "window 20", 0.03),
+)
+
+BOOTSTRAP_RATIOS = (
+    Ratio("paired bootstrap, 20,000 x 5,000 / numpy loop", "paired bootstrap", "paired bootstrap, numpy loop", 0.70),
+    Ratio("2,000 x 699 groups / joining their rows", "group bootstrap", "group bootstrap, rows joined", 0.03),
+)
+
+
+def main() -> int:
+    args = arguments()
+    if args.scale_probe:
+        print(json.dumps(scale_probe(args)))
+        return 0
+    times: dict[str, list[float]] = {}
+    rows: list[dict[str, Any]] = []
+    for name, (ratios, make) in groups().items():
+        if args.only in (None, name):
+            times |= alternate(make(args), rounds=args.rounds)
+            rows += [ratio_row(ratio, times) for ratio in ratios]
+    if args.only in (None, "scoring") and not args.skip_scale:
+        rows += scale_rows(args)
+    report(args, times, rows)
+    return 0
+
+
+def groups() -> dict[str, tuple[tuple[Ratio, ...], Callable[[argparse.Namespace], Mapping[str, Callable[[], Any]]]]]:
+    """What can be measured by itself: a group's ratios and what makes its cases."""
+    return {"scoring": (RATIOS, cases), "bootstrap": (BOOTSTRAP_RATIOS, bootstrap_cases)}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="any model HFEngine loads (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="keep only the first layers of the model")
+    parser.add_argument("--documents", type=int, default=100, help="documents of the pool (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=110, help="tokens of a document, about (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="times each side is measured (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmark"))
+    parser.add_argument("--skip-scale", action="store_true", help="leave out 100 against 1,000 documents")
+    parser.add_argument("--scale-layers", type=int, default=2, help="layers for 100 against 1,000 documents")
+    parser.add_argument("--only", choices=sorted(groups()), help="one group of figures (default: all)")
+    parser.add_argument("--scale-probe", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# -- what is measured ---------------------------------------------------------------------------------------------
+
+
+def load(args: argparse.Namespace, *, layers: int | None, **options: Any) -> Any:
+    """An engine on the model, cut to its first layers where asked."""
+    import torch
+
+    from pd_rerank import HFEngine
+
+    torch.set_num_threads(args.threads)
+    engine = HFEngine(args.model, dtype=args.dtype, device="cpu", **options)
+    if layers:
+        engine.model.model.layers = engine.model.model.layers[:layers]
+        engine.model.config.num_hidden_layers = layers
+    return engine
+
+
+def documents(tokenizer: Any, *, count: int, tokens: int) -> list[str]:
+    """Different texts of about `tokens` tokens, put together from the words of the demo's passages."""
+    lines = resources.files("pd_rerank").joinpath("demo/pools.jsonl").read_text(encoding="utf-8").splitlines()
+    words = [w for line in lines for c in json.loads(line)["candidates"] for w in re.split(r"\s+", c["doc"]["text"])]
+    per_word = len(tokenizer.encode(" ".join(words[:2000]), add_special_tokens=False)) / 2000
+    length = round(tokens / per_word)
+    return [" ".join(words[(i * 37 + j) % len(words)] for j in range(length)) for i in range(count)]
+
+
+def cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """The things timed, by name; every one is a call without arguments."""
+    import torch
+
+    from pd_rerank import Candidate, GradePrompt, OCSFTBatchedReranker, Pool, Scoring, score_pools
+    from pd_rerank.windows import partition, permutation
+
+    engine = load(args, layers=args.layers)
+    unshared = load(args, layers=args.layers, share_prefix=False)
+    prompt = GradePrompt(engine.tokenizer)
+    query = "how often should a bicycle chain be oiled?"
+    texts = documents(engine.tokenizer, count=args.documents, tokens=args.tokens)
+    candidates = tuple(Candidate(doc_id=str(i), text=text) for i, text in enumerate(texts))
+    pool = Pool(query_id="q", query=query, candidates=candidates)
+
+    sheet = prompt.sheet(query, texts, width=20, max_tokens=engine.max_length)
+    windows = [sheet.window(positions) for positions in partition(permutation(len(texts), seed=0), width=20)]
+
+    def score(with_engine: Any, window: int) -> Any:
+        return score_pools([pool], engine=with_engine, prompt=prompt, scoring=Scoring(window=window))
+
+    def all_logits() -> None:
+        with torch.inference_mode():
+            for window in windows:
+                ids = torch.from_numpy(window.token_ids)[None]
+                logits = engine.model(input_ids=ids, use_cache=False).logits
+                logits[0, window.slots][:, list(prompt.grade_ids)].float().numpy()
+
+    presented = [
+        engine.tokenizer.decode(sheet.window(positions).token_ids)
+        for seed in range(10)
+        for positions in partition(permutation(len(texts), seed=seed), width=20)
+    ]
+
+    def whole_windows() -> None:
+        for text in presented:
+            engine.tokenizer.encode(text, add_special_tokens=False)
+
+    def ten_presentations() -> None:
+        prepared = prompt.sheet(query, texts, width=20, max_tokens=engine.max_length)
+        for seed in range(10):
+            for positions in partition(permutation(len(texts), seed=seed), width=20):
+                prepared.window(positions)
+
+    reranker = OCSFTBatchedReranker(args.model, verbose=0, engine=_NoForward(engine))
+    return {
+        "window 20": lambda: engine.grade_logits(windows, prompt.grade_ids),
+        "window 20, all logits": all_logits,
+        "window 1, shared": lambda: score(engine, 1),
+        "window 1, unshared": lambda: score(unshared, 1),
+        "K=10, sheet": ten_presentations,
+        "K=10, whole windows": whole_windows,
+        "rank() without forward": lambda: reranker.rank(query, texts),
+    }
+
+
+class _NoForward:
+    """An engine that answers at once, so that what is left of rank() can be timed."""
+
+    def __init__(self, engine: Any) -> None:
+        self.name, self.tokenizer, self.max_length = engine.name, engine.tokenizer, engine.max_length
+
+    def grade_logits(self, prompts: Any, grade_ids: Any, *, progress: Any = None) -> list[Any]:
+        import numpy as np
+
+        return [np.zeros((len(p.slots), len(grade_ids)), dtype=np.float32) for p in prompts]
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def bootstrap_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """Both bootstraps against the way one would write them first; each side gives the same interval."""
+    import numpy as np
+
+    from pd_rerank.evaluation.resampling import GROUPS, QUERIES, group_bootstrap, paired_bootstrap
+
+    rng = np.random.default_rng(0)
+    differences = rng.normal(size=5000)
+    strict = rng.choice([-1.0, 0.0, 1.0], size=2736)
+    names = [f"{i:04d}" for i in [*range(699), *rng.integers(0, 699, 2736 - 699)]]
+    rows = [strict[[i for i, name in enumerate(names) if name == group]] for group in sorted(set(names))]
+
+    def numpy_loop() -> tuple[float, ...]:
+        draw = np.random.default_rng(QUERIES.seed)
+        means = [differences[draw.integers(0, 5000, 5000)].mean() for _ in range(QUERIES.resamples)]
+        return tuple(np.quantile(means, [0.025, 0.975]).tolist())
+
+    def rows_joined() -> tuple[float, ...]:
+        drawn = np.random.default_rng(GROUPS.seed).integers(0, len(rows), (GROUPS.resamples, len(rows)))
+        means = [np.concatenate([rows[i] for i in draw]).mean() for draw in drawn]
+        return tuple(np.quantile(means, [0.025, 0.975]).tolist())
+
+    return {
+        "paired bootstrap": lambda: paired_bootstrap(differences),
+        "paired bootstrap, numpy loop": numpy_loop,
+        "group bootstrap": lambda: group_bootstrap(strict, names),
+        "group bootstrap, rows joined": rows_joined,
+    }
+
+
+def alternate(todo: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of every case, in turn, `rounds` times after one warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in todo}
+    for turn in range(rounds + 1):
+        for name, call in todo.items():
+            if turn == 0 and name.startswith("window"):
+                continue  # a forward needs no warm-up of its own length; the short cases fill caches
+            start = time.process_time()
+            call()
+            if turn:
+                times[name].append(time.process_time() - start)
+            print(f"round {turn} of {rounds}: {name} {time.process_time() - start:.3f} s", file=sys.stderr)
+    return times
+
+
+# -- 100 against 1,000 documents, each in a process of its own ------------------------------------------------------
+
+
+def scale_probe(args: argparse.Namespace) -> dict[str, float]:
+    """Score a pool of `scale_probe` documents; CPU seconds of the scoring and peak memory of the process."""
+    from pd_rerank import Candidate, GradePrompt, Pool, Scoring, score_pools
+
+    engine = load(args, layers=args.scale_layers)
+    texts = documents(engine.tokenizer, count=args.scale_probe, tokens=args.tokens)
+    candidates = tuple(Candidate(doc_id=str(i), text=text) for i, text in enumerate(texts))
+    pool = Pool(query_id="q", query="how often should a chain be oiled?", candidates=candidates)
+    prompt = GradePrompt(engine.tokenizer)
+    start = time.process_time()
+    score_pools([pool], engine=engine, prompt=prompt, scoring=Scoring())
+    return {
+        "cpu_s": time.process_time() - start,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def scale_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    probes: dict[int, list[dict[str, float]]] = {100: [], 1000: []}
+    for _ in range(args.rounds):
+        for count, found in probes.items():
+            command = [sys.executable, __file__, "--scale-probe", str(count)]
+            for name in ("model", "tokens", "threads", "dtype", "scale_layers"):
+                command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+            found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    rows = []
+    for name, key, limit in (
+        ("CPU time, 1,000 documents / 100", "cpu_s", 11.0),
+        ("peak memory of the process, 1,000 documents / 100", "peak_mib", 1.5),
+    ):
+        values = [many[key] / few[key] for many, few in zip(probes[1000], probes[100], strict=True)]
+        rows.append(row(name, values, limit))
+    return rows
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def ratio_row(ratio: Ratio, times: Measured) -> dict[str, Any]:
+    values = [a / b for a, b in zip(times[ratio.over], times[ratio.under], strict=True)]
+    return row(ratio.name, values, ratio.limit)
+
+
+def row(name: str, values: list[float], limit: float) -> dict[str, Any]:
+    median = statistics.median(values)
+    return {
+        "name": name,
+        "median": median,
+        "low": min(values),
+        "high": max(values),
+        "limit": limit,
+        "reached": median <= limit,
+    }
+
+
+def report(args: argparse.Namespace, times: Measured, rows: list[dict[str, Any]]) -> None:
+    setting = {
+        **{k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "scale_probe"},
+        "python": platform.python_version(),
+        "processor": _processor(),
+        **{name: metadata.version(name) for name in ("torch", "transformers", "rerankers", "pd-rerank")},
+    }
+    lines = ["| ratio of CPU time | median | range | limit | reached |", "|---|---|---|---|---|"]
+    for r in rows:
+        spread = f"{r['low']:.3f}–{r['high']:.3f}"
+        mark = "yes" if r["reached"] else "no"
+        lines.append(f"| {r['name']} | {r['median']:.3f} | {spread} | {r['limit']} | {mark} |")
+    seconds = ", ".join(f"{name} {statistics.median(values):.3f} s" for name, values in times.items())
+    text = "\n".join(lines) + f"\n\nMedian CPU seconds: {seconds}.\nSetting: {json.dumps(setting)}\n"
+    args.output.mkdir(parents=True, exist_ok=True)
+    written = {"setting": setting, "ratios": rows, "cpu_seconds": times}
+    (args.output / "benchmark.json").write_text(json.dumps(written, indent=2) + "\n")
+    (args.output / "benchmark.md").write_text(text)
+    print(text)
+
+
+def _processor() -> str:
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = re.search(r"model name\s*:\s*(.+)", cpuinfo)
+    return found[1] if found else platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
