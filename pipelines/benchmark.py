@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import re
 import resource
@@ -52,6 +53,19 @@ BOOTSTRAP_RATIOS = (
     Ratio("2,000 x 699 groups / joining their rows", "group bootstrap", "group bootstrap, rows joined", 0.03),
 )
 
+STABILITY_RATIOS = (
+    Ratio(
+        "tau-PSI of 1,000 x 10 x 100 scores / scipy's kendalltau in a loop", "tau-PSI", "tau-PSI, scipy loop", 0.0066
+    ),
+    Ratio("retained-set overlap / Python sets in a loop", "overlap", "overlap, set loop", 0.10),
+)
+
+FUSION_RATIOS = (
+    Ratio("weighted fusion, 3 x 5,000 x 150, from dicts / ranx, from dicts", "fusion", "fusion, ranx", 0.05),
+    Ratio("weighted fusion from dicts / plain Python on them", "fusion", "fusion, plain dicts", 0.50),
+    Ratio("weighted fusion of hits in arrays / plain Python", "fusion, from arrays", "fusion, plain dicts", 0.50),
+)
+
 
 def main() -> int:
     args = arguments()
@@ -72,7 +86,12 @@ def main() -> int:
 
 def groups() -> dict[str, tuple[tuple[Ratio, ...], Callable[[argparse.Namespace], Mapping[str, Callable[[], Any]]]]]:
     """What can be measured by itself: a group's ratios and what makes its cases."""
-    return {"scoring": (RATIOS, cases), "bootstrap": (BOOTSTRAP_RATIOS, bootstrap_cases)}
+    return {
+        "scoring": (RATIOS, cases),
+        "bootstrap": (BOOTSTRAP_RATIOS, bootstrap_cases),
+        "stability": (STABILITY_RATIOS, stability_cases),
+        "fusion": (FUSION_RATIOS, fusion_cases),
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -174,6 +193,65 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     }
 
 
+def fusion_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """The NevIR paper's fusion of 3 routes x 5,000 queries x 150 hits; ranx compiled and warm, its weighted sum."""
+    import numpy as np
+    import ranx
+
+    from pd_rerank.retrieval.fusion import NEVIR_PAPER, Scaled, WeightedFusion
+
+    rng = np.random.default_rng(0)
+    ranges = {"dense": (0.2, 0.9), "sparse": (0.1, 30.0), "bm25": (0.0, 25.0)}
+
+    def hits(query: int, low: float, high: float) -> dict[str, float]:
+        ids = (query * 37 + rng.choice(600, size=150, replace=False)) % 100_000
+        scores = np.sort(rng.uniform(low, high, size=150))[::-1]
+        return {f"doc{i:06d}": s for i, s in zip(ids.tolist(), scores.tolist(), strict=True)}
+
+    runs = {name: {f"q{q}": hits(q, *span) for q in range(5000)} for name, span in ranges.items()}
+    fusion = WeightedFusion(rules=NEVIR_PAPER)
+    table = fusion.tabulate(runs)
+
+    def from_arrays() -> Any:
+        scores, kept = fusion.scores(table, Scaled.of(table, fusion.rules))
+        return table.rankings(scores, kept)
+
+    def ranx_path() -> Any:
+        weights = [rule.weight for rule in NEVIR_PAPER.values()]
+        fused = ranx.fuse([ranx.Run(run) for run in runs.values()], params={"weights": weights})
+        return {query: dict(scored) for query, scored in fused.run.items()}
+
+    return {
+        "fusion": lambda: fusion.fuse(runs),
+        "fusion, from arrays": from_arrays,
+        "fusion, plain dicts": lambda: {
+            q: plain_fusion({r: runs[r][q] for r in runs}, NEVIR_PAPER) for q in table.queries
+        },
+        "fusion, ranx": ranx_path,
+    }
+
+
+def plain_fusion(runs: Mapping[str, Mapping[str, float]], rules: Mapping[str, Any]) -> dict[str, float]:
+    """One query's weighted fusion as one would write it first: dicts, a sort, nothing else."""
+    fused = {doc_id: 0.0 for hits in runs.values() for doc_id in hits}
+    kept: dict[str, dict[str, float]] = {}
+    for name, hits in runs.items():
+        rule = rules[name]
+        passed = {doc_id: score for doc_id, score in hits.items() if score >= rule.threshold}
+        if rule.transform == "log1p":
+            passed = {doc_id: math.log1p(score) for doc_id, score in passed.items()}
+        if passed:
+            kept[name] = passed
+    total = sum(rules[name].weight for name in kept)
+    for name, hits in kept.items():
+        low, high, weight = min(hits.values()), max(hits.values()), rules[name].weight / total
+        for doc_id, score in hits.items():
+            fused[doc_id] += weight if high == low else weight * (score - low) / (high - low)
+    survivors = {doc_id for hits in kept.values() for doc_id in hits}
+    ranked = sorted(fused.items(), key=lambda item: (item[0] not in survivors, -item[1], item[0]))
+    return dict(ranked)
+
+
 class _NoForward:
     """An engine that answers at once, so that what is left of rank() can be timed."""
 
@@ -183,7 +261,8 @@ class _NoForward:
     def grade_logits(self, prompts: Any, grade_ids: Any, *, progress: Any = None) -> list[Any]:
         import numpy as np
 
-        return [np.zeros((len(p.slots), len(grade_ids)), dtype=np.float32) for p in prompts]
+        shapes = [(len(p.slots), len(grade_ids)) for p in prompts]
+        return [np.arange(n * g, dtype=np.float32).reshape(n, g) for n, g in shapes]
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -216,6 +295,38 @@ def bootstrap_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         "paired bootstrap, numpy loop": numpy_loop,
         "group bootstrap": lambda: group_bootstrap(strict, names),
         "group bootstrap, rows joined": rows_joined,
+    }
+
+
+def stability_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """Stability of 1,000 queries x 10 presentations x 100 candidates against loops over pairs of presentations."""
+    from itertools import combinations
+
+    import numpy as np
+    from scipy.stats import kendalltau
+
+    from pd_rerank.evaluation.stability import retained_overlap, strict_ranks, tau_psi
+
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(1000, 1, 100)) + 0.5 * rng.normal(size=(1000, 10, 100))
+    kept = scores > 0.8
+
+    def scipy_loop() -> list[float]:
+        taus = [[kendalltau(a, b).statistic for a, b in combinations(query, 2)] for query in scores]
+        return [(1 - statistics.fmean(query)) / 2 for query in taus]
+
+    def set_loop() -> list[float]:
+        means = []
+        for query in kept:
+            sets = [set(np.flatnonzero(row).tolist()) for row in query]
+            means.append(statistics.fmean(len(a & b) / len(a | b) if a | b else 1.0 for a, b in combinations(sets, 2)))
+        return means
+
+    return {
+        "tau-PSI": lambda: tau_psi(strict_ranks(scores)),
+        "tau-PSI, scipy loop": scipy_loop,
+        "overlap": lambda: retained_overlap(kept),
+        "overlap, set loop": set_loop,
     }
 
 

@@ -27,7 +27,7 @@ from pd_rerank.evaluation.ranking import measure
 from pd_rerank.files import read_json, whole_file, write_json, write_jsonl
 from pd_rerank.retrieval.encoders import load_encoder
 from pd_rerank.retrieval.health import in_words
-from pd_rerank.retrieval.hybrid import open_job, qrels_of, runs_of
+from pd_rerank.retrieval.hybrid import fusion_of, open_job, qrels_of, runs_of
 from pd_rerank.retrieval.indexing import index_bm25, index_dense, index_sparse
 
 METRICS = ("nDCG@10", "R@100")
@@ -35,7 +35,8 @@ METRICS = ("nDCG@10", "R@100")
 
 def main() -> None:
     args = arguments()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("pd_rerank").setLevel(logging.INFO)
     settings = load(PoolSettings, file=args.config, given={"output": args.output})
     clock = Clock()
     directions = [] if args.pairs is None else lay_out(args.pairs, settings)
@@ -52,13 +53,13 @@ def main() -> None:
     pools = read_pools(job.folder)
     report = {
         "health": read_json(job.folder / "manifest.json")["health"],
-        "quality": quality(pools, qrels_of(settings)),
+        "quality": quality(pools, settings, args.compare),
         "pairs": against_pairs(pools, directions) if directions else None,
-        "seconds": clock.seconds,
+        "seconds": clock.stages,
     }
     write_json(job.folder.with_name(f"{job.folder.name}-report.json"), report)
-    print("\n\n".join(filter(None, (in_words(report["health"]), *map(table, (report["quality"], report["pairs"]))))))
-    print("\nseconds: " + ", ".join(f"{stage} {value:.1f}" for stage, value in clock.seconds.items()))
+    tables = (report["quality"], report["pairs"], report["seconds"])
+    print("\n\n".join([in_words(report["health"]), *(table(rows) for rows in tables if rows)]))
 
 
 def arguments() -> argparse.Namespace:
@@ -66,36 +67,41 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--pairs", type=Path, help="labelled pairs (JSONL) to make corpus, topics and qrels of")
     parser.add_argument("--output", type=Path, help="pool folder, in place of the config's")
+    parser.add_argument(
+        "--compare", nargs="*", default=[], metavar="METHOD", help="other fusions to evaluate: rrf, mnz, …"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace pools of other settings")
     return parser.parse_args()
 
 
 class Clock:
-    """Wall seconds of each stage, from the end of the one before."""
+    """Wall and CPU seconds of each stage, from the end of the one before."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self.stages: dict[str, dict[str, float]] = {}
+        self._last = self._now()
 
     def note(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self._last, 2)
+        """Count the time since the last note for `stage`."""
+        now = self._now()
+        spent = self.stages.setdefault(stage, {"wall": 0.0, "cpu": 0.0})
+        for name in spent:
+            spent[name] = round(spent[name] + now[name] - self._last[name], 2)
         self._last = now
+
+    @staticmethod
+    def _now() -> dict[str, float]:
+        return {"wall": time.perf_counter(), "cpu": time.process_time()}
 
 
 def lay_out(pairs: Path, settings: PoolSettings) -> list[Direction]:
     """Write the corpus, topics and qrels of labelled pairs; a passage's id is made of its text, so of nothing else."""
     directions = read_pairs(pairs)
-    ids = {
-        text: f"p{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        for d in directions
-        for text in (d.preferred, d.other)
-    }
+    passages = {text for d in directions for text in (d.preferred, d.other)}
+    ids = {text: f"p{hashlib.sha256(text.encode()).hexdigest()[:12]}" for text in passages}
     if settings.corpus is None or settings.topics is None or settings.qrels is None:
         raise SystemExit("--pairs are written to the config's corpus, topics and qrels: name all three")
-    write_jsonl(
-        settings.corpus, ({"_id": doc_id, "text": text} for text, doc_id in sorted(ids.items(), key=lambda i: i[1]))
-    )
+    write_jsonl(settings.corpus, [{"_id": ids[text], "text": text} for text in sorted(passages, key=ids.__getitem__)])
     write_jsonl(settings.topics, ({"qid": d.direction_id, "text": d.query} for d in directions))
     with whole_file(settings.qrels) as stream:
         stream.writelines(f"{d.direction_id} 0 {ids[d.preferred]} 1\n" for d in directions)
@@ -119,12 +125,19 @@ def index_if_absent(route: RouteSettings, settings: PoolSettings) -> None:
         index_sparse(settings.corpus, route.index, encoder=load_encoder(route.encoder, kind="sparse", **options))
 
 
-def quality(pools: Sequence[Pool], qrels: Mapping[str, Mapping[str, int]] | None) -> dict[str, dict[str, float]]:
-    """Mean metrics of each route and of the fusion, over the judged queries."""
+def quality(pools: Sequence[Pool], settings: PoolSettings, compare: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Mean metrics over the judged queries: of each route, of the fusion, and of the same hits fused otherwise."""
+    qrels, runs = qrels_of(settings), runs_of(pools)
     if qrels is None:
         return {}
-    ranked = {name: {q: list(hits) for q, hits in run.items()} for name, run in runs_of(pools).items()}
+    ranked = {name: {q: list(hits) for q, hits in run.items()} for name, run in runs.items()}
     ranked["fusion"] = {pool.query_id: list(pool.doc_ids) for pool in pools}
+    for method in compare:
+        bare = {
+            n: route.model_copy(update={"threshold": None, "transform": None}) for n, route in settings.routes.items()
+        }
+        fusion = fusion_of(settings.model_copy(update={"method": method, "routes": bare}))
+        ranked[method] = {q: ranking.doc_ids for q, ranking in fusion.fuse(runs).items()}
     judged = {q: grades for q, grades in qrels.items() if any(grade > 0 for grade in grades.values())}
     means = {name: measure(judged, run, METRICS).mean(axis=0) for name, run in ranked.items()}
     return {name: dict(zip(METRICS, map(float, values), strict=True)) for name, values in means.items()}
@@ -157,13 +170,12 @@ def route_scores(pool: Pool, route: str) -> Any:
 
 def table(rows: Mapping[str, Mapping[str, Any]] | None) -> str:
     """Rows of numbers as lines of text."""
-    return "\n".join(
-        f"{name:12} "
-        + "  ".join(
-            f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
-        )
-        for name, row in (rows or {}).items()
-    )
+
+    def shown(value: Any) -> str:
+        return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+    lines = [f"{name:12} " + "  ".join(f"{k} {shown(v)}" for k, v in row.items()) for name, row in (rows or {}).items()]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

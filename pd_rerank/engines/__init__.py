@@ -19,9 +19,7 @@ def load_engine(model: Any, *, engine: str | Engine = "hf", **options: Any) -> E
     given = {name: value for name, value in options.items() if name != "adapter" or value is not None}
     if not isinstance(engine, str):
         if not isinstance(engine, Engine):
-            raise BadArgument(
-                f"engine must be a name ({', '.join(ENGINES)}) or have grade_logits, got {engine!r}"
-            )
+            raise BadArgument(f"engine must be a name ({', '.join(ENGINES)}) or have grade_logits, got {engine!r}")
         if given:
             raise BadArgument(f"an engine object takes no further options, got {', '.join(sorted(given))}")
         return engine
@@ -33,6 +31,4 @@ def load_engine(model: Any, *, engine: str | Engine = "hf", **options: Any) -> E
         from pd_rerank.engines.fake import FakeEngine
 
         return FakeEngine(name=str(model), **given)
-    raise BadArgument(
-        f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)} or pass an engine object"
-    )
+    raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)} or pass an engine object")

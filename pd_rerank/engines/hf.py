@@ -277,7 +277,8 @@ class HFEngine:
         deliver: Callable[[int, FloatArray], None],
     ) -> None:
         """Run prompts in batches, longest first, so that memory runs out at the start or never."""
-        waiting = sorted(members, key=lambda i: len(prompts[i].token_ids))
+        # Equal lengths are sorted by content, so that arrival order does not decide who shares a batch.
+        waiting = sorted(members, key=lambda i: (len(prompts[i].token_ids), prompts[i].token_ids.tobytes()))
         while waiting:
             longest = len(prompts[waiting[-1]].token_ids)
             rows, cost = self._size(longest, prefix)

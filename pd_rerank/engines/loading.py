@@ -12,7 +12,7 @@ from typing import Any
 
 from pd_rerank.embedded import hub_answers, resolve_model
 from pd_rerank.engines.adapters import Adapter, is_adapter_folder, open_adapter
-from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch
+from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch, PdRerankError
 
 _DTYPES = {
     "float32": "float32",
@@ -105,7 +105,10 @@ def take_object(
 
         model.to(chosen_device(torch, device))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    _choose_attention(base, attn_implementation)
+    now = getattr(base.config, "_attn_implementation", None)
+    attention = _attention(base.config.get_text_config(), attn_implementation, now=now)
+    if attention is not None and attention != now:
+        base.set_attn_implementation(attention)
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = loader.tokenizer(os.fspath(tokenizer), more={})
     opened = None
@@ -183,10 +186,9 @@ class _Loader:
             config = transformers.AutoConfig.from_pretrained(source, **self._common(source), **_only(more, "subfolder"))
             text = config.get_text_config()
             how: dict[str, Any] = {"config": config, "dtype": _choose_dtype(torch, dtype, device, text), **more}
-            if attn_implementation is None and getattr(text, "attn_logit_softcapping", None):
-                attn_implementation = "eager"
-            if attn_implementation is not None:
-                how["attn_implementation"] = attn_implementation
+            attention = _attention(text, attn_implementation)
+            if attention is not None:
+                how["attn_implementation"] = attention
             if device_map is not None:
                 how["device_map"] = device_map
             model = transformers.AutoModelForCausalLM.from_pretrained(source, **self._common(source), **how)
@@ -217,6 +219,8 @@ class _Loader:
     def _explained(self, source: str) -> Iterator[None]:
         try:
             yield
+        except PdRerankError:
+            raise
         except OSError as error:
             raise MissingResource(self._absent(source, error)) from error
         except ValueError as error:
@@ -259,13 +263,15 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
-def _choose_attention(model: Any, asked: str | None) -> None:
-    """Give a ready model the attention asked for, and a soft-capped one `eager`: `sdpa` ignores or refuses the cap."""
-    now = getattr(model.config, "_attn_implementation", None)
-    if asked is None and now == "sdpa" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        asked = "eager"
-    if asked is not None and asked != now:
-        model.set_attn_implementation(asked)
+def _attention(text_config: Any, asked: str | None, *, now: str | None = None) -> str | None:
+    """The attention to set, or None to leave it: `sdpa` ignores or refuses a soft cap, so such models get `eager`."""
+    if not getattr(text_config, "attn_logit_softcapping", None):
+        return asked
+    if asked == "sdpa":
+        raise BadArgument(
+            "this model soft-caps its attention logits, which 'sdpa' cannot do; use attn_implementation='eager'"
+        )
+    return asked or ("eager" if now in (None, "sdpa") else None)
 
 
 def named_dtype(torch: Any, given: Any) -> Any:

@@ -1,7 +1,7 @@
 """Measures of rankings and decisions, from files alone: no engine, no first stage and no reranker is imported here.
 
 Each module goes from per-query records to aggregates: `ranking` (quality against judgements), `stability` (what changes
-when candidates arrive in another order), `consumers` (what a reader, a verdict or a chosen pair makes of that), `pairs`,
-`preference`, `replay` and `diagnosis` (which of two passages is preferred, where it stands, what decided it), `resampling`
-(how sure a figure is).
+when candidates arrive in another order), `consumers` (what a reader, a verdict or a chosen pair makes of that),
+`pairs`, `preference`, `replay` and `diagnosis` (which of two passages is preferred, where it stands, what decided),
+`resampling` (how sure a figure is).
 """

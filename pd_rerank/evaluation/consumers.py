@@ -127,7 +127,7 @@ def chosen(ranks: Ranks) -> Indices:
     r = np.asarray(ranks)
     if not r.shape[1]:
         return np.full(len(r), -1, dtype=np.int64)
-    first = np.where(r < 0, np.iinfo(np.int64).max, r).argmin(axis=1)
+    first = np.where(r < 0, r.shape[1], r).argmin(axis=1)
     return np.where((r >= 0).any(axis=1), first, -1).astype(np.int64)
 
 

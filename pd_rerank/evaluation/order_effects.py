@@ -168,7 +168,7 @@ def silver_beta(
     """
     parts = [_slot_residuals(query, None) for query in queries]
     width = 1 + max((int(slot.max(initial=-1)) for _, slot in parts), default=-1)
-    sums = np.array([_by_slot(residual, slot, width) for residual, slot in parts]).reshape(-1, 2, width).sum(axis=0)
+    sums = np.array([_by_slot(residual, slot, width) for residual, slot in parts]).reshape(len(parts), 2, width).sum(0)
     there = sums[1] > 0
     if not there.any():
         return math.nan

@@ -367,15 +367,17 @@ def _sums(rng: np.random.Generator, columns: Sequence[Scores], resamples: int) -
     n = len(columns[0])
     sums = [np.empty(resamples) for _ in columns]
     start = 0
-    drawn: Scores | None = None
+    spare: Scores | None = None
     for rows in _blocks(resamples, n):
         index = rng.integers(0, n, (rows, n))
-        if drawn is None:
-            drawn = np.empty((rows, n))
-        for column, out in zip(columns, sums, strict=True):
-            # The draws lie within the column, so "wrap" never wraps; it is the mode without a check or a copy.
-            np.take(column, index, out=drawn[:rows], mode="wrap")
-            np.add.reduce(drawn[:rows], axis=1, out=out[start : start + rows])
+        # Memory traffic is what costs here. The last column's values go where their indices stood: each place is read
+        # before it is written. The draws lie within the column, so "wrap" never wraps; it alone neither checks nor
+        # copies.
+        spare = np.empty((rows, n)) if spare is None or len(spare) != rows else spare
+        for c, (column, out) in enumerate(zip(columns, sums, strict=True), 1):
+            drawn = index.view(np.float64) if c == len(columns) else spare
+            np.take(column, index, out=drawn, mode="wrap")
+            np.add.reduce(drawn, axis=1, out=out[start : start + rows])
         start += rows
     return sums
 

@@ -171,26 +171,30 @@ def strict_ranks(
     Example: scores (.5, .9, .5) of B, C, A give ranks (2, 0, 1); with positions (0, 1, 2) they give (1, 0, 2).
     """
     s = np.asarray(scores, dtype=np.float64)
-    if position is not None:
-        return _places(np.lexsort((np.asarray(position), -s), axis=-1), s)
-    by_id = np.arange(s.shape[-1])
-    if doc_ids is not None:
-        by_id = np.array(sorted(range(len(doc_ids)), key=doc_ids.__getitem__), dtype=np.int64)
-        s = s[..., by_id]
-    order = np.argsort(-s, axis=-1)
-    falling = np.take_along_axis(s, order, axis=-1)
-    tied = (falling[..., 1:] == falling[..., :-1]).any(axis=-1)
+    n = s.shape[-1]
+    rows = s.reshape(math.prod(s.shape[:-1]), n)
+    ranks = np.empty(rows.shape, dtype=np.int32)
+    by_id = np.arange(n) if doc_ids is None else np.array(sorted(range(n), key=doc_ids.__getitem__), dtype=np.int64)
+    places = None if position is None else np.asarray(position).reshape(rows.shape)
+    step = max(1, _CELLS // max(1, n))
+    for start in range(0, len(rows), step):
+        block = slice(start, start + step)
+        falling = -rows[block]
+        order = _by_id(falling, by_id) if places is None else np.lexsort((places[block], falling), axis=-1)
+        np.put_along_axis(ranks[block], order, np.arange(n, dtype=np.int32), axis=-1)
+    ranks[np.isnan(rows)] = -1  # NaN sorts last
+    return ranks.reshape(s.shape)
+
+
+def _by_id(falling: Scores, by_id: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Columns of each row of `falling` (negated scores) in ascending order, equal ones as `by_id` has them."""
+    falling = falling[:, by_id]
+    order = np.argsort(falling, axis=-1)
+    ordered = np.take_along_axis(falling, order, axis=-1)
+    tied = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
     if tied.any():  # the quick sort above does not keep equal scores in order
-        order[tied] = np.argsort(-s[tied], axis=-1, kind="stable")
-    return _places(by_id[order], np.asarray(scores, dtype=np.float64))
-
-
-def _places(order: npt.NDArray[np.int64], scores: Scores) -> npt.NDArray[np.int32]:
-    """The inverse of `order`, best first, as ranks; -1 for NaN scores, which stand last in it."""
-    ranks = np.empty(scores.shape, dtype=np.int32)
-    np.put_along_axis(ranks, order, np.arange(scores.shape[-1], dtype=np.int32), axis=-1)
-    ranks[np.isnan(scores)] = -1
-    return ranks
+        order[tied] = np.argsort(falling[tied], axis=-1, kind="stable")
+    return by_id[order]
 
 
 def shown_position(
@@ -242,7 +246,7 @@ def tau_psi(ranks: Ranks) -> Any:
     """
     r = np.asarray(ranks)
     k, n = r.shape[-2:]
-    flat = r.reshape(-1, k, n)
+    flat = r.reshape(math.prod(r.shape[:-2]), k, n)
     out = np.full(len(flat), np.nan)
     if k >= 2 and n >= 2 and len(flat):
         whole = (flat >= 0).all(axis=(1, 2))

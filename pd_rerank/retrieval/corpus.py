@@ -12,7 +12,8 @@ from pd_rerank.errors import BadArgument, InvalidData, MissingResource
 from pd_rerank.files import DOC_ID_FIELDS, document_text, identifier, read_jsonl, read_lines, run_word
 
 Empty = Literal["error", "skip"]
-_ENDINGS = (".jsonl", ".json", ".tsv", ".jsonl.gz", ".json.gz", ".tsv.gz")
+ENDINGS = (".jsonl", ".json", ".tsv", ".jsonl.gz", ".json.gz", ".tsv.gz")
+"""How the names of a corpus folder's files end."""
 
 
 class Document(NamedTuple):
@@ -92,9 +93,9 @@ def _files(path: Path) -> list[Path]:
         raise MissingResource(f"no corpus {path}")
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS))
+    found = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
     if not found:
-        raise MissingResource(f"{path} holds no corpus files ({', '.join(_ENDINGS)})")
+        raise MissingResource(f"{path} holds no corpus files ({', '.join(ENDINGS)})")
     return found
 
 

@@ -32,7 +32,7 @@ Pooling = Literal["cls", "mean", "last"]
 Progress = Callable[[int], None]
 Vectors = npt.NDArray[np.float32]
 
-CPU_TOKENS, ACCELERATOR_TOKENS = 4096, 65536
+CPU_TOKENS, ACCELERATOR_TOKENS = 2048, 65536
 """Tokens of a batch, padding included, where the caller does not say."""
 
 
@@ -190,7 +190,8 @@ class DenseEncoder(_TransformerEncoder):
     (modules.json, 1_Pooling, config_sentence_transformers.json), else from `FAMILIES`. Texts are cut at `max_length`
     tokens (left out: as the files say). A batch holds at most `batch_size` texts and `batch_tokens` tokens;
     neither changes a vector by more than rounding. A folder that holds model.onnx and no config.json runs on
-    onnxruntime; one in 8-bit numbers scales them by batch, so its vectors differ in the third digit between batches. Raises `BadArgument` where nothing says how to pool, `ModelMismatch` for modules it does not know.
+    onnxruntime; one in 8-bit numbers scales them by batch, so its vectors differ in the third digit between batches.
+    Raises `BadArgument` where nothing says how to pool, `ModelMismatch` for modules it does not know.
     """
 
     kind: Literal["dense", "sparse"] = "dense"
@@ -227,7 +228,9 @@ class DenseEncoder(_TransformerEncoder):
             self.device = "cpu"
         else:
             model = self._source.model("AutoModel", self.dtype).to(self.device)
-            self._forward = lambda tokens, mask: model(input_ids=tokens, attention_mask=mask).last_hidden_state
+            self._forward = lambda tokens, mask: (
+                model(input_ids=tokens, attention_mask=_where_padded(mask)).last_hidden_state
+            )
 
     @cached_property
     def dimension(self) -> int:
@@ -299,7 +302,7 @@ class SpladeEncoder(_TransformerEncoder):
             query_prefix=query_prefix,
             doc_prefix=doc_prefix,
             batch_size=batch_size,
-            batch_tokens=batch_tokens or (CPU_TOKENS // 4 if device in (None, "cpu") else None),
+            batch_tokens=batch_tokens or (CPU_TOKENS // 2 if device in (None, "cpu") else None),
             device=device,
             dtype=dtype,
             revision=revision,
@@ -319,8 +322,9 @@ class SpladeEncoder(_TransformerEncoder):
         out: list[dict[str, float]] = [{} for _ in ids]
         with torch.inference_mode():
             for rows, tokens, mask in self._batches(ids):
-                logits = self._model(input_ids=tokens, attention_mask=mask).logits
-                if bool((mask == 0).any()):
+                padded = _where_padded(mask)
+                logits = self._model(input_ids=tokens, attention_mask=padded).logits
+                if padded is not None:
                     logits = logits.masked_fill(mask.unsqueeze(-1) == 0, -torch.inf)
                 highest = logits.amax(1).float()  # the transform only rises, so it may follow the maximum
                 weights = torch.log1p(torch.relu(highest)).cpu().numpy()[:, : len(self._terms)]
@@ -584,6 +588,11 @@ def _quiet() -> Iterator[None]:
         report.set_verbosity(level)
         if bars:
             report.enable_progress_bar()
+
+
+def _where_padded(mask: Any) -> Any:
+    """The mask, or None for a batch without padding: attention is faster without one."""
+    return None if bool(mask.all()) else mask
 
 
 def _dtype(name: str) -> Any:

@@ -7,6 +7,7 @@ here orders by (-score, document id), so that neither tied scores nor the order 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -175,15 +176,18 @@ class ReciprocalRank:
 class HitTable:
     """The hits of R routes for Q queries, query by query and in it route by route.
 
-    `column` is a hit's document as a place in `names[query]`, which lists the documents of the query, each once;
-    `segment` is query * R + route; `lengths` (Q, R) counts hits and `starts` (Q * R) says where a segment begins.
+    `names[query]` lists the documents of a query, each once, and `column` is a hit's place there; `segment` is a
+    hit's query * R + route; `lengths` (Q, R) counts hits; `width` is the most documents a query has. Tables of fused
+    scores are (Q, width), and `cell` is a hit's place in one of them, flat.
     """
 
     queries: list[str]
     names: list[list[str]]
     lengths: Ints
-    column: Ints
     scores: Floats
+    segment: Ints
+    cell: Ints
+    width: int
 
     @classmethod
     def of(cls, runs: Mapping[str, Run], *, queries: Sequence[str] | None = None) -> HitTable:
@@ -193,93 +197,74 @@ class HitTable:
         wanted = list(dict.fromkeys(chain.from_iterable(runs.values()) if queries is None else queries))
         none: Mapping[str, float] = {}
         routes = list(runs.values())
-        lengths = np.array([[len(run.get(q, none)) for run in routes] for q in wanted], dtype=np.int64)
-        lengths = lengths.reshape(len(wanted), len(routes))
-        ends = np.cumsum(lengths.sum(axis=1))
-        column = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-        scores = np.empty(len(column))
-        names = []
-        start = 0
-        for query, end in zip(wanted, ends.tolist(), strict=True):
+        lengths = np.empty((len(wanted), len(routes)), dtype=np.int64)
+        names: list[list[str]] = []
+        columns: list[Ints] = [np.empty(0, dtype=np.int64)]
+        scores: list[Floats] = [np.empty(0)]
+        for i, query in enumerate(wanted):
             hits = [run.get(query, none) for run in routes]
-            ids = list(dict.fromkeys(chain.from_iterable(hits)))
-            place = dict(zip(ids, range(len(ids)), strict=True))
-            split = start + len(hits[0])  # a document's place in the first route is its rank there: nothing to look up
-            column[start:split] = np.arange(split - start)
-            column[split:end] = np.fromiter(
-                map(place.__getitem__, chain.from_iterable(hits[1:])), np.int64, end - split
-            )
-            scores[start:end] = np.fromiter(chain.from_iterable([h.values() for h in hits]), np.float64, end - start)
+            lengths[i] = counts = list(map(len, hits))
+            place: dict[str, Any] = {}
+            for found in hits:
+                place.update(found)
+            ids = list(place)
+            place.update(zip(ids, range(len(ids)), strict=True))
+            total = sum(counts)
+            columns.append(np.arange(counts[0]))  # the first route's hits are the first names: nothing to look up
+            others = map(place.__getitem__, chain.from_iterable(hits[1:]))
+            columns.append(np.fromiter(others, np.int64, total - counts[0]))
+            scores.append(np.fromiter(chain.from_iterable([found.values() for found in hits]), np.float64, total))
             names.append(ids)
-            start = end
-        table = cls(wanted, names, lengths, column, scores)
-        table._check(list(runs))
-        return table
-
-    def _check(self, routes: Sequence[str]) -> None:
-        wrong = np.flatnonzero(~np.isfinite(self.scores))
+        segment = np.repeat(np.arange(lengths.size), lengths.ravel())
+        width = max(map(len, names), default=0)
+        cell = segment // len(routes) * width + np.concatenate(columns)
+        table = cls(wanted, names, lengths, np.concatenate(scores), segment, cell, width)
+        wrong = np.flatnonzero(~np.isfinite(table.scores))
         if len(wrong):
-            raise InvalidData(f"{self.place(int(wrong[0]), routes)} is no finite number; mend the route")
+            raise InvalidData(f"{table.place(int(wrong[0]), list(runs))} is no finite number; mend the route")
+        return table
 
     def place(self, hit: int, routes: Sequence[str]) -> str:
         """Where a hit is, in words."""
         query, route = divmod(int(self.segment[hit]), len(routes))
-        name = self.names[query][self.column[hit]]
+        name = self.names[query][int(self.cell[hit]) - query * self.width]
         return f"route '{routes[route]}', query '{self.queries[query]}', document '{name}': score {self.scores[hit]}"
 
     @property
-    def segment(self) -> Ints:
-        """Each hit's query and route, as query * R + route."""
-        return np.repeat(np.arange(self.lengths.size), self.lengths.ravel())
-
-    @property
     def starts(self) -> Ints:
-        """Where each segment begins among the hits."""
-        ends = np.cumsum(self.lengths.ravel())
-        return ends - self.lengths.ravel()
+        """Where each segment begins among the hits (Q * R)."""
+        return np.cumsum(self.lengths.ravel()) - self.lengths.ravel()
 
     @property
-    def sizes(self) -> Ints:
-        """How many documents each query has."""
-        return np.fromiter(map(len, self.names), np.int64, len(self.names))
-
-    @property
-    def width(self) -> int:
-        """The most documents a query has: the columns of a table of fused scores."""
-        return max(map(len, self.names), default=0)
-
-    @property
-    def cell(self) -> Ints:
-        """Each hit's place in a flat (Q, width) table."""
-        cell: Ints = self.segment // self.lengths.shape[1] * self.width + self.column
-        return cell
+    def real(self) -> Bools:
+        """Which cells of a (Q, width) table are documents."""
+        sizes = np.fromiter(map(len, self.names), np.int64, len(self.names))
+        return np.arange(self.width) < sizes[:, None]
 
     def sums(self, values: Floats, *, at: Ints | None = None) -> Floats:
         """Add up hits' `values` by document, in the order of the routes, as a (Q, width) table."""
         cell = self.cell if at is None else at
-        flat: Floats = np.bincount(cell, weights=values, minlength=len(self.queries) * self.width).astype(np.float64)
-        return flat.reshape(len(self.queries), self.width)
+        flat = np.bincount(cell, weights=values, minlength=len(self.queries) * self.width)
+        return flat.astype(np.float64, copy=False).reshape(len(self.queries), self.width)
 
     def rankings(self, scores: Floats, kept: Bools | None) -> dict[str, Ranking]:
-        """Order each query's documents by (-score, id); with `kept`, those not kept come after all others."""
-        last = np.inf if kept is None else np.max(-scores, initial=0.0) + 1
-        keys = -scores if kept is None else np.where(kept, -scores, last)
-        sizes = self.sizes
-        keys[np.arange(self.width) >= sizes[:, None]] = np.inf
-        order = np.argsort(keys, axis=1, kind="stable")
+        """Order each query's documents by (-score, id); scores are from 0. Those not `kept` come after all others."""
+        keys = -scores if kept is None else np.where(kept, -scores, 1.0)
+        keys[~self.real] = np.inf
+        order = np.argsort(keys, axis=1)  # what it leaves open, equal keys, is settled below
         keys = np.take_along_axis(keys, order, axis=1)
-        ranked = np.take_along_axis(scores, order, axis=1) + 0.0  # no minus zero
-        ties = (keys[:, 1:] == keys[:, :-1]) & np.isfinite(keys[:, 1:])
+        ties = (keys[:, 1:] == keys[:, :-1]) & (keys[:, 1:] <= 1.0)
         rows, edges = np.nonzero(np.diff(ties, axis=1, prepend=False, append=False))
-        first = np.searchsorted(rows, np.arange(len(sizes) + 1)).tolist()
+        first = np.searchsorted(rows, np.arange(len(self.queries) + 1)).tolist()
         edge = edges.tolist()
+        ranked = np.maximum(-keys, 0.0)
         found = {}
-        for i, (query, n) in enumerate(zip(self.queries, sizes.tolist(), strict=True)):
-            names = self.names[i]
-            ids = [names[j] for j in order[i, :n].tolist()]
+        for i, (query, names) in enumerate(zip(self.queries, self.names, strict=True)):
+            ids = list(map(names.__getitem__, order[i, : len(names)].tolist()))
             for e in range(first[i], first[i + 1], 2):
-                ids[edge[e] : edge[e + 1] + 1] = sorted(ids[edge[e] : edge[e + 1] + 1])
-            found[query] = Ranking(ids, ranked[i, :n])
+                tied = slice(edge[e], edge[e + 1] + 1)
+                ids[tied] = sorted(ids[tied])
+            found[query] = Ranking(ids, ranked[i, : len(names)])
         return found
 
 
@@ -449,7 +434,8 @@ class RanxFusion:
 
     def _ask(self, runs: Mapping[str, Run], queries: Sequence[str], more: Mapping[str, Any]) -> dict[str, Any]:
         """Run the worker on the queries that have hits (all of them, where it is to learn)."""
-        need("ranx", extra="eval", purpose=f"fusion method '{self.method}' is ranx's")
+        if importlib.util.find_spec("ranx") is None:  # looked for only: it is imported in the other process
+            need("ranx", extra="eval", purpose=f"fusion method '{self.method}' is ranx's")
         if len(runs) < 2:
             raise BadArgument(f"ranx fuses two routes or more, got {_listed(runs)}; use the weighted fusion for one")
         some = [q for q in queries if more or any(run.get(q) for run in runs.values())]

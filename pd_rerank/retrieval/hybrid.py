@@ -244,9 +244,6 @@ class PoolJob:
         )
         self._runs: dict[str, dict[str, dict[str, float]]] = {}
         self.finished = self._look(overwrite)
-        for route in routes:
-            if isinstance(route.source, RunSource) and not self.finished:
-                route.source.check(queries)
 
     def _look(self, overwrite: bool) -> bool:
         """Whether the folder holds these pools already; refuse it if it holds others."""
@@ -290,13 +287,17 @@ class PoolJob:
         return self.shards(route) / f"{i:06d}.jsonl"
 
     def search(self, *, on_queries: OnQueries | None = None) -> None:
-        """Search what no shard holds yet; each shard is on disk before the next is begun."""
+        """Search what no shard holds yet; each shard is on disk before the next is begun.
+
+        All routes that were never opened are opened first: what is wrong with the last shows before the first works.
+        """
         for route in self.routes:
             folder = self.shards(route)
             for left_over in folder.glob(".*"):
                 left_over.unlink()
             if not (folder / _SOURCE).exists():
                 write_json(folder / _SOURCE, _plain(route.source.describe()))
+        for route in self.routes:
             found: dict[str, dict[str, float]] = {}
             for i in range(len(self._blocks)):
                 held = self._held(route, i)
@@ -355,9 +356,7 @@ class PoolJob:
             "folded_texts": len(stands_for),
         }
         if stands_for:
-            logger.info(
-                "%d of %d documents have the text of another and are folded into it", len(stands_for), len(wanted)
-            )
+            logger.info("%d of %d documents repeat another's text and are folded into it", len(stands_for), len(wanted))
         kept, hits = _keep(runs, texts, stands_for)
         fused = self.fusion.fuse(kept, queries=list(self.queries))
         return [_pool(q, text, fused[q], hits, texts) for q, text in self.queries.items()], counts
@@ -498,9 +497,12 @@ def open_job(settings: PoolSettings, *, overwrite: bool = False) -> PoolJob:
     """The job that settings describe; every file they name is looked at."""
     if settings.output is None:
         raise BadArgument("--output is missing: name a folder for the pools")
-    queries = queries_of(settings)
+    if settings.topics is None:
+        raise BadArgument("--topics is missing: name the file of the queries")
+    topics = read_topics(settings.topics)
+    queries = dict(list(topics.items())[: settings.max_queries])
     routes = [_route(name, route, settings) for name, route in settings.routes.items()]
-    return PoolJob(
+    job = PoolJob(
         settings.output,
         queries=queries,
         routes=routes,
@@ -512,6 +514,10 @@ def open_job(settings: PoolSettings, *, overwrite: bool = False) -> PoolJob:
         settings={"texts": _named(settings)},
         overwrite=overwrite,
     )
+    for route in routes:
+        if isinstance(route.source, RunSource) and not job.finished:
+            route.source.check(topics)
+    return job
 
 
 def _named(settings: PoolSettings) -> dict[str, Any]:
@@ -522,14 +528,6 @@ def _named(settings: PoolSettings) -> dict[str, Any]:
         "corpus": str(settings.corpus),
         "bytes": settings.corpus.stat().st_size if settings.corpus.exists() else None,
     }
-
-
-def queries_of(settings: PoolSettings) -> dict[str, str]:
-    """The queries that settings name."""
-    if settings.topics is None:
-        raise BadArgument("--topics is missing: name the file of the queries")
-    topics = read_topics(settings.topics)
-    return dict(list(topics.items())[: settings.max_queries])
 
 
 def qrels_of(settings: PoolSettings) -> dict[str, dict[str, int]] | None:

@@ -296,8 +296,9 @@ class _Job:
     @contextmanager
     def folder(self) -> Iterator[Path]:
         """An empty folder that becomes the index if all goes well; the shards then go."""
-        for left_over in self.index.parent.glob(f".{self.index.name}.*.part"):  # of a killed run
-            shutil.rmtree(left_over, ignore_errors=True)
+        for ending in ("part", "old"):  # a killed run's; eight letters are what whole_folder puts between
+            for left_over in self.index.parent.glob(f".{self.index.name}.????????.{ending}"):
+                shutil.rmtree(left_over, ignore_errors=True)
         held = [entry.name for entry in self.index.iterdir()] if self.index.is_dir() else []
         with whole_folder(self.index, holds=held) as fresh:
             yield fresh
@@ -341,6 +342,8 @@ def _run_lucene(
     options.collectionClass, options.generatorClass = collection, "DefaultLuceneDocumentGenerator"
     options.input, options.index = str(source), str(target)
     options.threads, options.quiet = threads, True
+    memory = int(java_class("java.lang.Runtime").getRuntime().maxMemory())
+    options.memoryBuffer = min(4096, memory // (4 << 20))  # in MB; the default may be more than there is
     for name, value in flags.items():
         setattr(options, name, value)
     indexer = java_class("io.anserini.index.IndexCollection")(options)

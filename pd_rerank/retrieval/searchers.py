@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pd_rerank._extras import need
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource, ModelMismatch, PdRerankError
 from pd_rerank.files import document_text, read_json
-from pd_rerank.retrieval.corpus import documents
+from pd_rerank.retrieval.corpus import ENDINGS, documents
 from pd_rerank.retrieval.encoders import Encoder, Vectors, load_encoder, quantised
 from pd_rerank.retrieval.java import java_class, java_thread, pyserini_module, start_java
 
@@ -155,7 +155,7 @@ def open_texts(source: str | Path | Mapping[str, str] | Texts) -> Texts:
     if not isinstance(source, str | Path):
         return source
     path = Path(source)
-    if path.is_file() or (path.is_dir() and not any(path.glob("segments_*"))):
+    if path.is_file() or path.name.endswith(ENDINGS) or (path.is_dir() and not any(path.glob("segments_*"))):
         return CorpusTexts(path)
     return LuceneTexts(source)
 
@@ -252,6 +252,7 @@ class _LuceneSearcher(_Searcher):
     ) -> None:
         super().__init__(index, text_index=text_index, threads=threads)
         self._reader = _open_reader(self.index)
+        _check_ids(self._reader, self.index)
         self._searcher = java_class("org.apache.lucene.search.IndexSearcher")(self._reader)
         self._generator = java_class("io.anserini.search.query.BagOfWordsQueryGenerator")()
         self._sort, self._json = _sort_by_score_and_id(), _hits_as_json()
@@ -397,6 +398,14 @@ class _Encoded:
             self._compare(self._encoder)
         return self._encoder
 
+    def describe(self) -> dict[str, Any]:
+        """The encoder's description; as long as it is not loaded, what is recorded or given of it."""
+        if self._encoder is not None:
+            return self._encoder.describe()
+        if self._given is not None and not isinstance(self._given, str | Path):
+            return self._given.describe()
+        return {**self._recorded, **({"name": str(self._given)} if self._given else {})}
+
     def _load(self) -> Encoder:
         kind: Literal["dense", "sparse"] = "dense" if self._searcher.kind == "dense" else "sparse"
         if self._given is not None and not isinstance(self._given, str | Path):
@@ -408,7 +417,8 @@ class _Encoded:
         recorded = {key: self._recorded[key] for key in names if key in self._recorded}
         if self._given is not None and str(self._given) != self._recorded.get("name"):
             recorded = {}
-        return load_encoder(name, kind=kind, **recorded, **{k: v for k, v in self._settings.items() if v is not None})
+        given = {key: value for key, value in self._settings.items() if value is not None}
+        return load_encoder(name, kind=kind, **{**recorded, **given})
 
     def _compare(self, encoder: Encoder) -> None:
         if encoder.kind != ("dense" if self._searcher.kind == "dense" else "sparse"):
@@ -472,8 +482,8 @@ class ImpactSearcher(_LuceneSearcher):
         return self._hits(self._generator.buildQuery(_FIELD, terms), k)
 
     def describe(self) -> dict[str, Any]:
-        """Everything the results depend on, as plain values; loads the encoder."""
-        return {**super().describe(), "quantise": self.quantise, "encoder": self._encoded.get().describe()}
+        """Everything the results depend on, as plain values; of the encoder once it has searched."""
+        return {**super().describe(), "quantise": self.quantise, "encoder": self._encoded.describe()}
 
 
 class DenseSearcher(_Searcher):
@@ -482,7 +492,7 @@ class DenseSearcher(_Searcher):
     `encoder` (name, folder, or an object with `encode`) is loaded at the first search; left out, the manifest's.
     `ef_search` widens the search of an HNSW index. Faiss has no texts: give `text_index`. Scores are inner products, or
     negative distances where the index measures L2. A query may score differently in the seventh digit beside other
-    queries, as Faiss multiplies many at once.
+    queries, as Faiss multiplies many at once; of equal vectors at the cut, those that were indexed first are kept.
     """
 
     kind: Kind = "dense"
@@ -503,16 +513,13 @@ class DenseSearcher(_Searcher):
             self._faiss: Any = faiss.read_index(str(self.index / "index"))
         except RuntimeError as error:
             raise InvalidData(f"{self.index / 'index'} is not a Faiss index, or damaged: {error}") from error
-        self.doc_ids = (self.index / "docid").read_text(encoding="utf-8").split("\n")
-        if self.doc_ids and not self.doc_ids[-1]:
-            self.doc_ids.pop()
+        lines = (self.index / "docid").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        self.doc_ids = [line.rstrip() for line in lines if line]
         if len(self.doc_ids) != self._faiss.ntotal:
             raise InvalidData(
                 f"{self.index}: {self._faiss.ntotal} vectors in 'index' but {len(self.doc_ids)} ids in 'docid'; "
                 "make it again"
             )
-        self._place = np.empty(len(self.doc_ids), dtype=np.int64)
-        self._place[sorted(range(len(self.doc_ids)), key=self.doc_ids.__getitem__)] = np.arange(len(self.doc_ids))
         self._sign = 1.0 if self._faiss.metric_type == faiss.METRIC_INNER_PRODUCT else -1.0
         if ef_search is not None:
             if not hasattr(self._faiss, "hnsw"):
@@ -558,16 +565,15 @@ class DenseSearcher(_Searcher):
 
     def _ordered(self, scores: npt.NDArray[np.float32], places: npt.NDArray[np.int64]) -> list[Hit]:
         real = places >= 0  # HNSW fills up with -1 where it found too few
-        scores, places = scores[real], places[real]
-        order = np.lexsort((self._place[places], -scores))
-        return [Hit(self.doc_ids[i], s) for i, s in zip(places[order].tolist(), scores[order].tolist(), strict=True)]
+        hits = [Hit(self.doc_ids[i], s) for i, s in zip(places[real].tolist(), scores[real].tolist(), strict=True)]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.doc_id))
 
     def _own_texts(self, doc_ids: Iterable[str]) -> dict[str, str]:
         raise BadArgument(f"a Faiss index ({self.name}) has no texts; give text_index, a Lucene index or a corpus file")
 
     def describe(self) -> dict[str, Any]:
-        """Everything the results depend on, as plain values; loads the encoder."""
-        return {**super().describe(), "ef_search": self.ef_search, "encoder": self._encoded.get().describe()}
+        """Everything the results depend on, as plain values; of the encoder once it has searched."""
+        return {**super().describe(), "ef_search": self.ef_search, "encoder": self._encoded.describe()}
 
     def close(self) -> None:
         """Let the vectors go; searching afterwards is an error."""
@@ -686,6 +692,16 @@ def _open_reader(folder: Path) -> Any:
         return java_class("io.anserini.index.IndexReaderUtils").getReader(str(folder))
     except jnius.JavaException as error:
         raise InvalidData(f"{folder} cannot be read as a Lucene index: {_first_line(error)}") from error
+
+
+def _check_ids(reader: Any, folder: Path) -> None:
+    """Refuse an index whose ids cannot be sorted by: ties would fall as they may."""
+    field = java_class("org.apache.lucene.index.FieldInfos").getMergedFieldInfos(reader).fieldInfo("id")
+    if field is None or str(field.getDocValuesType().toString()) != "BINARY":
+        raise InvalidData(
+            f"{folder} is no index of this Pyserini's making: its ids are not stored for sorting (indexes of Lucene 8 "
+            "lack that); index the corpus again with 'pd-rerank index'"
+        )
 
 
 def _sort_by_score_and_id() -> Any:

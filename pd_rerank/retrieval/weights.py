@@ -201,7 +201,7 @@ class _Trial:
         self._found = np.array(at) >= 0
         self._row = judged.query[self._found]
         self._column = np.array(at)[self._found]
-        self._real = np.arange(table.width) < table.sizes[:, None]
+        self._real = table.real
         # Of documents with equal scores, those whose id comes first in order.
         self._before = np.zeros((len(self._row), table.width), dtype=bool)
         for i, (row, column) in enumerate(zip(self._row.tolist(), self._column.tolist(), strict=True)):

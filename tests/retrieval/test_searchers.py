@@ -296,6 +296,11 @@ def test_texts_from_a_lucene_index_and_from_its_corpus_are_the_same(lucene: Path
     stored.close()
 
 
+def test_a_corpus_file_that_is_not_there_is_named_as_one() -> None:
+    with pytest.raises(MissingResource, match=r"no corpus file gone\.jsonl"):
+        open_texts("gone.jsonl")
+
+
 def test_missing_texts_are_counted_and_stop_above_the_limit() -> None:
     source = open_texts({f"d{i}": "text" for i in range(9)})
     ids = [f"d{i}" for i in range(10)]
