@@ -305,7 +305,8 @@ def stability_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     import numpy as np
     from scipy.stats import kendalltau
 
-    from pd_rerank.evaluation.stability import retained_overlap, strict_ranks, tau_psi
+    from pd_rerank.evaluation.presentations import strict_ranks
+    from pd_rerank.evaluation.stability import retained_overlap, tau_psi
 
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(1000, 1, 100)) + 0.5 * rng.normal(size=(1000, 10, 100))

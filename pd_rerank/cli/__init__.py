@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 import re
 import sys
 import traceback
@@ -206,4 +207,6 @@ for _name, (_, _help) in COMMANDS.items():
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `pd-rerank` with `args` (default: the process's) and exit with its code."""
+    # Waiting threads otherwise spin: on a machine with other work that tripled the CPU time (torch reads this once).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -64,8 +63,6 @@ def demo(
     The same queries and passages reach the reranker in several shuffled orders. Nothing else changes, so
     whatever changes in the answers is the order's doing. Takes about two minutes on two CPU cores.
     """
-    # Waiting threads otherwise spin: on a machine with other work that tripled the CPU time (torch reads this once).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
 
     from pd_rerank.engines import load_engine

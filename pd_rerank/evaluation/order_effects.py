@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_rerank.errors import BadArgument, InvalidData
-from pd_rerank.evaluation.stability import Presentations
+from pd_rerank.evaluation.presentations import Presentations
 from pd_rerank.scores import Scores
 
 Places = npt.NDArray[np.integer[Any]]
@@ -69,8 +69,7 @@ def variance_parts(query_id: str, scores: Scores, slot: Places, window: Places) 
     use = ~np.isnan(s).any(axis=0) & (np.asarray(slot) >= 0).all(axis=0)
     if len(s) < 2 or use.sum() < 2:
         return VarianceParts(query_id=query_id, total=math.nan, after_slot=math.nan, after_window=math.nan)
-    s = s[:, use]
-    residual = (s - s.mean(axis=0)).ravel()
+    residual = _residuals(s[:, use])
     slots, windows = _indicators(slot[:, use]), _indicators(window[:, use])
     return VarianceParts(
         query_id=query_id,
@@ -108,6 +107,12 @@ def _indicators(places: Places) -> Scores:
 def _unexplained(values: Scores, columns: Scores) -> Scores:
     solution, *_ = np.linalg.lstsq(columns, values, rcond=None)
     return np.asarray(values - columns @ solution)
+
+
+def _residuals(scores: Scores) -> Scores:
+    """Scores (K, n) less each candidate's mean, flat; exactly 0 for a candidate that does not move."""
+    moved = scores - scores[0]
+    return np.asarray(moved - moved.mean(axis=0)).ravel()
 
 
 def _mean_square(values: Scores) -> float:
@@ -190,7 +195,7 @@ def _slot_residuals(query: Presentations, only: Mapping[str, Mask] | None) -> tu
     scores = query.scores[:, use]
     if not scores.size:
         return np.zeros(0), np.zeros(0, dtype=np.int32)
-    return (scores - scores.mean(axis=0)).ravel(), query.slot[:, use].ravel()
+    return _residuals(scores), query.slot[:, use].ravel()
 
 
 def _by_slot(residual: Scores, slot: Places, width: int) -> tuple[Scores, Scores]:

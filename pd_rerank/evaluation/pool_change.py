@@ -12,7 +12,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from pd_rerank.errors import BadArgument, InvalidData
-from pd_rerank.evaluation.stability import Presentations, ndcg_by_presentation, set_change, strict_ranks, tau_psi, top_k
+from pd_rerank.evaluation.presentations import Presentations, strict_ranks
+from pd_rerank.evaluation.stability import ndcg_by_presentation, set_change, tau_psi, top_k
 from pd_rerank.pool import Pool
 
 Change = Literal["replace", "drop"]

@@ -31,7 +31,7 @@ from pd_rerank.evaluation.consumers import (
     summarise_flips,
     verdict_flips,
 )
-from pd_rerank.evaluation.stability import strict_ranks
+from pd_rerank.evaluation.presentations import strict_ranks
 
 RANKS = strict_ranks([[0.9, 0.7, 0.5, 0.1], [0.8, 0.75, 0.4, 0.45], [0.55, 0.6, 0.5, 0.2]])
 

@@ -18,9 +18,9 @@ from hypothesis.extra import numpy as hnp
 from pd_rerank.decisions import Threshold
 from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation import stability as module
+from pd_rerank.evaluation.presentations import Presentations, presentations_of_runs, shown_position, strict_ranks
 from pd_rerank.evaluation.stability import (
     FIGURES,
-    Presentations,
     fit_threshold_f1,
     fit_threshold_retention,
     gold_rank_variance,
@@ -31,7 +31,6 @@ from pd_rerank.evaluation.stability import (
     ndcg_by_presentation,
     pool_buckets,
     position_buckets,
-    presentations_of_runs,
     rbo,
     rbo_instability,
     retained_overlap,
@@ -39,9 +38,7 @@ from pd_rerank.evaluation.stability import (
     set_change,
     set_flip_rate,
     set_quality,
-    shown_position,
     stability,
-    strict_ranks,
     summarise,
     tau_psi,
     tau_psi_b,
@@ -356,6 +353,11 @@ def test_score_spread_of_the_methods_example() -> None:
     assert spread.dispersion == pytest.approx(0.0476563, abs=5e-8)
     assert spread.normalised == pytest.approx(0.4377455, abs=5e-8)
     assert spread.order_marginal == pytest.approx(0.0385243, abs=5e-8)
+
+
+def test_scores_that_do_not_move_have_no_residual_at_all() -> None:
+    spread = score_spread(np.tile([[0.1, 0.7, 0.3]], (7, 1)))
+    assert (spread.residual, spread.centred, spread.normalised) == (0, 0, 0)
 
 
 def test_a_collapsed_scorer_is_not_called_stable() -> None:
