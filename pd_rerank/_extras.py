@@ -18,7 +18,5 @@ def need(module: str, *, extra: str, purpose: str = "") -> ModuleType:
     root = module.partition(".")[0]
     if importlib.util.find_spec(root) is None:
         what = purpose or f"'{module}' is needed here"
-        raise MissingExtra(
-            f"{what}, and it is not installed; run: pip install 'pd-rerank[{extra}]'", name=root
-        )
+        raise MissingExtra(f"{what}, and it is not installed; run: pip install 'pd-rerank[{extra}]'", name=root)
     return importlib.import_module(module)

@@ -256,14 +256,15 @@ class PoolJob:
         if not (self.folder / _MANIFEST).exists():
             return False
         record = read_json(self.folder / _MANIFEST)
-        differing = list(differences(record.get("settings"), self.settings))
+        settings = record.get("settings") if isinstance(record, dict) else None
+        differing = list(differences(settings or {}, self.settings))
         if differing:
             raise BadArgument(
                 f"{self.folder} holds pools of other settings: {'; '.join(differing[:5])}"
                 f"{f'; and {len(differing) - 5} more' if len(differing) > 5 else ''}; "
                 "name another folder, or overwrite it (--overwrite)"
             )
-        if sha256_file(self.folder / "pools.jsonl") != record["sha256"]["pools.jsonl"]:
+        if sha256_file(self.folder / "pools.jsonl") != record.get("sha256", {}).get("pools.jsonl"):
             raise InvalidData(f"{self.folder / 'pools.jsonl'} is not what {_MANIFEST} records; overwrite the pools")
         return True
 

@@ -340,7 +340,7 @@ def test_another_error_of_the_model_is_neither_swallowed_nor_taken_for_memory() 
 
 def test_padded_batches_keep_to_the_token_budget() -> None:
     model = tiny()
-    many = [prompt(30 + n, 1, seed=n) for n in range(10)]
+    many = [prompt(30 + n, 1, seed=n) for n in (3, 9, 0, 7, 2, 5, 8, 1, 6, 4)]
     reader = engine(model, batch_tokens=120, **WAYS["padded"])
     with counted(model) as passes:
         reader.grade_logits(many, GRADES)
