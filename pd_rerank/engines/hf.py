@@ -36,7 +36,7 @@ _NO_LIMIT = 1 << 30
 _WORTH_SHARING = 0.2
 """Share a prefix when that saves this part of all tokens; at 0.17 it was measured to cost as much as it saves."""
 _CPU_ROWS = 16
-_CPU_TOKENS = 2048
+_CPU_TOKENS = 1024
 _SMALLER = "score fewer candidates per window, lower max_doc_chars, or load the model in a smaller dtype (bfloat16)"
 
 
@@ -236,13 +236,14 @@ class HFEngine:
         """Return what a manifest must record: model, revision, adapter, precision, device, attention, versions."""
         source = self._source
         manifest = Path(source, "source.json") if source else None
+        wheel = read_json(manifest) if manifest and manifest.is_file() else None
         return {
             "engine": "hf",
             "model": self.name,
             "path": source if source != self.name else None,
             "class": type(self.model).__name__,
             "commit": getattr(self._config, "_commit_hash", None),
-            "wheel": read_json(manifest) if manifest and manifest.is_file() else None,
+            "wheel": wheel and {name: wheel[name] for name in ("wheel", "version", "sha256")},
             "adapter": self._adapter,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": str(self.device),

@@ -108,10 +108,9 @@ def start_java(*, max_heap: str | None = None) -> None:
         java = _choose(find_javas())
         if importlib.util.find_spec("jnius_config") is None:
             raise MissingExtra(f"Pyserini is installed, but pyjnius is not; {_CURE}", name="jnius")
-        import jnius_config
-
-        jnius_config.add_classpath(str(jar))
-        jnius_config.add_options(*_options(java, max_heap))
+        config = importlib.import_module("jnius_config")
+        config.add_classpath(str(jar))
+        config.add_options(*_options(java, max_heap))
         with _environment(JAVA_HOME=str(java.home), JVM_PATH=None):
             try:
                 importlib.import_module("jnius")
