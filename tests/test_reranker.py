@@ -269,7 +269,7 @@ def test_verbose_0_reaches_what_fetches_models(
         heard.append(quiet)
         return tiny_model
 
-    monkeypatch.setattr("pd_rerank.engines.hf.resolve_model", resolve)
+    monkeypatch.setattr("pd_rerank.engines.loading.resolve_model", resolve)
     OCSFTBatchedReranker("short-name", verbose, dtype="float32", device="cpu")
     assert set(heard) == {told}
 
