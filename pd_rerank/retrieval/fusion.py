@@ -40,7 +40,7 @@ Bools = NDArray[np.bool_]
 class Ranking(NamedTuple):
     """A query's documents in fused order and their scores; those no route kept stand last with score 0."""
 
-    doc_ids: list[str]
+    doc_ids: tuple[str, ...]
     scores: Floats
 
 
@@ -182,7 +182,7 @@ class HitTable:
     """
 
     queries: list[str]
-    names: list[list[str]]
+    names: list[tuple[str, ...]]
     lengths: Ints
     scores: Floats
     segment: Ints
@@ -198,7 +198,7 @@ class HitTable:
         none: Mapping[str, float] = {}
         routes = list(runs.values())
         lengths = np.empty((len(wanted), len(routes)), dtype=np.int64)
-        names: list[list[str]] = []
+        names: list[tuple[str, ...]] = []  # tuples of strings are no work for the garbage collector, lists are
         columns: list[Ints] = [np.empty(0, dtype=np.int64)]
         scores: list[Floats] = [np.empty(0)]
         for i, query in enumerate(wanted):
@@ -207,7 +207,7 @@ class HitTable:
             place: dict[str, Any] = {}
             for found in hits:
                 place.update(found)
-            ids = list(place)
+            ids = tuple(place)
             place.update(zip(ids, range(len(ids)), strict=True))
             total = sum(counts)
             columns.append(np.arange(counts[0]))  # the first route's hits are the first names: nothing to look up
@@ -264,7 +264,7 @@ class HitTable:
             for e in range(first[i], first[i + 1], 2):
                 tied = slice(edge[e], edge[e + 1] + 1)
                 ids[tied] = sorted(ids[tied])
-            found[query] = Ranking(ids, ranked[i, : len(names)])
+            found[query] = Ranking(tuple(ids), ranked[i, : len(names)])
         return found
 
 
@@ -415,7 +415,7 @@ class RanxFusion:
         if wrong := [d for d, s in scores.items() if not math.isfinite(s)]:
             raise EngineFailure(f"ranx's {self.method} gave '{wrong[0]}' of query '{query}' no finite score")
         ranked = _in_order(scores)
-        return Ranking(list(ranked), np.array(list(ranked.values()), dtype=np.float64))
+        return Ranking(tuple(ranked), np.array(list(ranked.values()), dtype=np.float64))
 
     def fit(
         self,
