@@ -38,6 +38,7 @@ _HOME = {
     "score_pools": "scoring",
     "ScoreTable": "scores",
     "Scoring": "scoring",
+    "Settle": "decisions",
     "SlotResidual": "scores",
     "Threshold": "decisions",
     "write_pools": "pool",
@@ -48,6 +49,7 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
+    from pd_rerank.decisions import Settle as Settle
     from pd_rerank.decisions import Threshold as Threshold
     from pd_rerank.engines.fake import FakeEngine as FakeEngine
     from pd_rerank.engines.hf import HFEngine as HFEngine

@@ -157,7 +157,8 @@ class Settle:
     between the k-th and the next mean). After K >= `first` presentations, with m_d a candidate's mean score and s
     the pooled standard deviation of one presentation's score about the candidate's mean, the standard error is
     s/√K, and sum_d Φ(-|m_d - threshold| / (s/√K)) estimates how many candidates still stand on the wrong side.
-    The decision is settled when that is at most `tolerance` times the size of the set (at least 1).
+    The decision is settled when that is at most `tolerance` times the size of the set (at least 1). A candidate
+    graded in fewer than `first` presentations keeps the query open; one graded in none has no part in the decision.
     """
 
     threshold: float | None = None
@@ -176,24 +177,25 @@ class Settle:
 
     def expected_changes(self, scores: Scores) -> float:
         """The expected number of candidates on the wrong side, from scores (K, n); infinite while K < first."""
-        k = scores.shape[0]
-        if k < self.first:
+        if scores.shape[0] < self.first:
             return math.inf
-        scores = scores[:, ~np.isnan(scores).any(axis=0)]
-        mean = scores.mean(axis=0)
+        mean, count = _graded(scores)
         boundary = self._boundary(mean)
         if boundary is None:
             return 0.0
-        error = math.sqrt(float(scores.var(axis=0, ddof=1).mean()) / k)
-        if error == 0.0:
+        if (count < self.first).any():
+            return math.inf
+        scores = scores[:, ~np.isnan(scores).all(axis=0)]
+        variance = float(np.mean(np.nansum((scores - mean) ** 2, axis=0) / (count - 1)))
+        if variance == 0.0:
             return 0.0
-        return float(sum(0.5 * math.erfc(abs(m - boundary) / error / math.sqrt(2)) for m in mean))
+        distance = np.abs(mean - boundary) / np.sqrt(variance / count)
+        return float(sum(0.5 * math.erfc(d / math.sqrt(2)) for d in distance))
 
     def settled(self, scores: Scores) -> bool:
         """Whether the decision from scores (K, n) is settled by the stated rule."""
-        with np.errstate(invalid="ignore"):
-            mean = scores.mean(axis=0) if len(scores) else np.zeros(0)
-        boundary = self._boundary(mean[~np.isnan(mean)])
+        mean, _ = _graded(scores)
+        boundary = self._boundary(mean)
         size = 0 if boundary is None else int((mean >= boundary).sum())
         return self.expected_changes(scores) <= self.tolerance * max(1, size)
 
@@ -205,6 +207,13 @@ class Settle:
             return None
         ordered = np.sort(mean)[::-1]
         return float((ordered[self.top_k - 1] + ordered[self.top_k]) / 2)
+
+
+def _graded(scores: Scores) -> tuple[Scores, npt.NDArray[np.int64]]:
+    """Mean and number of the readings there are, of the candidates that have any."""
+    count = (~np.isnan(scores)).sum(axis=0)
+    some = count > 0
+    return np.nansum(scores[:, some], axis=0) / count[some], count[some]
 
 
 def _relevant(table: ScoreTable, qrels: Qrels, min_grade: int) -> Mask:

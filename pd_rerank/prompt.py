@@ -143,6 +143,7 @@ class GradePrompt:
             raise ModelMismatch("chat=True, but this tokenizer has no chat template; use chat=False or chat='auto'")
         self.chat = has_template if chat == "auto" else bool(chat)
         self._special = _special_pattern(tokenizer)
+        self._template_error: Exception | None = None
         self._bos = _leading_bos(tokenizer) if not self.chat else ()
         self.layout, self._frame = self._render_frame()
         self._endings: dict[int, _Ending] = {}
@@ -174,18 +175,19 @@ class GradePrompt:
                 continue
             before, rest = text.split(query)
             between, after = rest.split(f"{documents}\n")
-            if not self.rubric_is_kept(before):
+            if not self._rubric_is_kept(before):
                 continue
             frame = _Frame(before, between, after)
             other = ("was ist <b>das</b> & 'jenes'?", '[1] Ein "Satz" {{ mit }} Zeichen.\n[2] Noch einer.\n')
             if self._render(layout, *other) == frame.before + other[0] + frame.between + other[1] + frame.after:
                 return layout, frame
+        said = f" (it ended in {self._template_error!r})" if self._template_error else ""
         raise ModelMismatch(
-            "this tokenizer's chat template does not keep the query and documents as given; "
+            f"this tokenizer's chat template does not keep the query and documents as given{said}; "
             "use chat=False for a plain prompt, or a tokenizer with another template"
-        )
+        ) from self._template_error
 
-    def rubric_is_kept(self, text: str) -> bool:
+    def _rubric_is_kept(self, text: str) -> bool:
         """Whether a rendered beginning still holds the rubric's system text and instruction."""
         return self.rubric.system.strip() in text and self.rubric.instruction.strip() in text
 
@@ -210,8 +212,10 @@ class GradePrompt:
             text = str(
                 self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **settings)
             )
-        except Exception as error:  # a template may raise anything; the next layout is tried, then it is reported
-            self._template_error: Exception | None = error
+        except ImportError:
+            raise
+        except Exception as error:  # a template may raise anything: the next layout is tried, then it is reported
+            self._template_error = error
             return None
         opened, closed = text.rfind("<think>"), text.rfind("</think>")
         if opened > closed:

@@ -109,7 +109,9 @@ def test_a_top_k_decision_is_a_threshold_between_two_ranks() -> None:
 
 def test_one_presentation_never_settles_and_missing_scores_do_not_count() -> None:
     assert not Settle(threshold=0.5).settled(np.array([[0.9, 0.1]]))
-    assert Settle(threshold=0.5).settled(np.array([[0.9, NAN], [0.9, 0.5]]))
+    assert Settle(threshold=0.5).settled(np.array([[0.9, NAN], [0.9, NAN]]))
+    # The served mean counts a candidate read once, so the decision may not close without it.
+    assert not Settle(top_k=1).settled(np.array([[0.9, 0.1, NAN], [0.9, 0.1, 0.95]]))
     assert Settle(threshold=0.5).settled(np.zeros((2, 0)))
 
 

@@ -311,9 +311,13 @@ def chosen_device(torch: Any, asked: Any) -> Any:
     """The device asked for, else the first accelerator there is, else the CPU."""
     if asked is not None:
         try:
-            return torch.device(asked)
+            device = torch.device(asked)
         except RuntimeError as error:
             raise BadArgument(f"unknown device '{asked}'; choose cpu, cuda, cuda:0, mps …") from error
+        there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+        if device.type in there and not there[device.type]():
+            raise BadArgument(f"device '{asked}' is not to be had: this torch sees no {device.type} device; use cpu")
+        return device
     if torch.cuda.is_available():
         return torch.device("cuda")
     if torch.backends.mps.is_available():
