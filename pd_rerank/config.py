@@ -98,7 +98,7 @@ class RerankSettings(Settings):
     """Everything `pd-rerank rerank` can be told, on the command line or in a file."""
 
     run: Path | None = _option(None, "TREC run: query id, Q0, document id, rank, score, tag.", _IN)
-    corpus: Path | None = _option(None, "JSONL with the texts of the run's documents.", _IN)
+    corpus: Path | None = _option(None, "Texts of the run's documents: .jsonl, or .tsv (id, tab, text).", _IN)
     topics: Path | None = _option(None, "Queries of the run: .tsv (id, tab, text) or .jsonl.", _IN)
     pools: Path | None = _option(
         None, "Pool folder or JSONL in rank_llm's shape, instead of run, corpus and topics.", _IN

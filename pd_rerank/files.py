@@ -289,19 +289,32 @@ def _topic_lines(path: str | Path) -> Iterator[tuple[str, str, str]]:
 
 
 def read_corpus(path: str | Path, *, wanted: Collection[str] | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (document id, text) of a corpus JSONL, in one reading; with `wanted`, of those ids only.
+    """Yield (document id, text) of a corpus, JSONL or TSV (id, tab, text), in one reading; `wanted`: those ids only.
 
     An id that comes twice among those yielded is `InvalidData` with both lines.
     """
     seen: dict[str, str] = {}
-    for where, record in read_jsonl(path):
-        doc_id = identifier(record, DOC_ID_FIELDS, where=where)
+    for where, doc_id, document in _corpus_lines(path):
         if wanted is not None and doc_id not in wanted:
             continue
         if doc_id in seen:
             raise InvalidData(f"{where}: document '{doc_id}' was at {seen[doc_id]} before; keep one of them")
         seen[doc_id] = where
-        yield doc_id, document_text(record, where=where)
+        yield doc_id, document_text(document, where=where)
+
+
+def _corpus_lines(path: str | Path) -> Iterator[tuple[str, str, Mapping[str, Any] | str]]:
+    if not Path(path).name.removesuffix(".gz").endswith(".tsv"):
+        for where, record in read_jsonl(path):
+            yield where, identifier(record, DOC_ID_FIELDS, where=where), record
+        return
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        doc_id, tab, text = line.partition("\t")
+        if not tab or not doc_id.strip():
+            raise InvalidData(f"{path}:{number}: a corpus line is id, tab, text; name JSON lines .jsonl")
+        yield f"{path}:{number}", doc_id.strip(), text.strip()
 
 
 class RunHit(NamedTuple):

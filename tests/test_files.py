@@ -367,3 +367,12 @@ def test_what_a_run_cannot_hold_is_refused_and_nothing_written(
 def test_a_tag_is_one_word(tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match="run tag 'my run'"):
         files.write_run(tmp_path / "r", [], tag="my run")
+
+
+def test_a_corpus_may_be_tab_separated(tmp_path: Path) -> None:
+    path = tmp_path / "c.tsv"
+    path.write_text("007\tThe tide.\r\n\nNA\ta\tb\n")
+    assert list(files.read_corpus(path)) == [("007", "The tide."), ("NA", "a\tb")]
+    path.write_text("007\tThe tide.\nno tab here\n")
+    with pytest.raises(InvalidData, match=r"c\.tsv:2: .*id, tab, text"):
+        list(files.read_corpus(path))

@@ -204,6 +204,8 @@ class _Loader:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, **self._common(source), **more)
         if tokenizer.pad_token is None and tokenizer.eos_token is not None:
             tokenizer.pad_token = tokenizer.eos_token
+        # Long texts are tokenised on purpose, to be cut to fit; the warning about them would reach stderr.
+        getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
         return tokenizer
 
     def _common(self, source: str) -> dict[str, Any]:
