@@ -35,6 +35,8 @@ Precision = Literal["float64", "float32"]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Names = NDArray[np.object_]
+"""Document ids; an array, since the garbage collector walks through lists and tuples of them."""
 
 
 class Ranking(NamedTuple):
@@ -182,7 +184,7 @@ class HitTable:
     """
 
     queries: list[str]
-    names: list[tuple[str, ...]]
+    names: list[Names]
     lengths: Ints
     scores: Floats
     segment: Ints
@@ -198,7 +200,7 @@ class HitTable:
         none: Mapping[str, float] = {}
         routes = list(runs.values())
         lengths = np.empty((len(wanted), len(routes)), dtype=np.int64)
-        names: list[tuple[str, ...]] = []  # tuples of strings are no work for the garbage collector, lists are
+        names: list[Names] = []
         columns: list[Ints] = [np.empty(0, dtype=np.int64)]
         scores: list[Floats] = [np.empty(0)]
         for i, query in enumerate(wanted):
@@ -207,14 +209,13 @@ class HitTable:
             place: dict[str, Any] = {}
             for found in hits:
                 place.update(found)
-            ids = tuple(place)
-            place.update(zip(ids, range(len(ids)), strict=True))
+            names.append(np.fromiter(place, dtype=object, count=len(place)))
+            place.update(zip(place, range(len(place)), strict=True))
             total = sum(counts)
             columns.append(np.arange(counts[0]))  # the first route's hits are the first names: nothing to look up
             others = map(place.__getitem__, chain.from_iterable(hits[1:]))
             columns.append(np.fromiter(others, np.int64, total - counts[0]))
             scores.append(np.fromiter(chain.from_iterable([found.values() for found in hits]), np.float64, total))
-            names.append(ids)
         segment = np.repeat(np.arange(lengths.size), lengths.ravel())
         width = max(map(len, names), default=0)
         cell = segment // len(routes) * width + np.concatenate(columns)
@@ -260,7 +261,7 @@ class HitTable:
         ranked = np.maximum(-keys, 0.0)
         found = {}
         for i, (query, names) in enumerate(zip(self.queries, self.names, strict=True)):
-            ids = list(map(names.__getitem__, order[i, : len(names)].tolist()))
+            ids: list[str] = names[order[i, : len(names)]].tolist()
             for e in range(first[i], first[i + 1], 2):
                 tied = slice(edge[e], edge[e + 1] + 1)
                 ids[tied] = sorted(ids[tied])
