@@ -291,7 +291,9 @@ def named_dtype(torch: Any, given: Any) -> Any:
 def _choose_dtype(torch: Any, given: Any, device: Any, text_config: Any) -> Any:
     if given is not None:
         return given
-    if device is not None and device.type == "cpu":
+    # With a device_map there is no device yet; without an accelerator every part of it lands on the CPU.
+    place = device if device is not None else chosen_device(torch, None)
+    if place.type == "cpu":
         return torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
     stated = getattr(text_config, "dtype", None)
     stated = getattr(torch, stated, None) if isinstance(stated, str) else stated
