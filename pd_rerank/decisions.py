@@ -66,14 +66,7 @@ class Threshold:
         """
         scores = [table.mean(readout, residual=residual) for table in tables]
         relevant = [_relevant(table, qrels, min_grade) for table in tables]
-        if not any(r.any() for r in relevant):
-            raise InvalidData(
-                f"none of the {len(tables)} queries has a relevant candidate in its pool; "
-                "check that qrels and pools use the same ids"
-            )
-        grid = _grid(scores, span)
-        mean_f1 = np.mean([_f1(s, r, grid) for s, r in zip(scores, relevant, strict=True)], axis=0)
-        return cls._best(grid, mean_f1, mean_f1, "f1", len(tables), readout, context)
+        return fit_f1(scores, relevant, span=span, readout=readout, context=context)
 
     @classmethod
     def fit_retention(
@@ -90,34 +83,8 @@ class Threshold:
 
         Source: the matched-retention control of the method, section 5.3.
         """
-        if not 0 <= target <= 1:
-            raise BadArgument(f"target retention is a share between 0 and 1, got {target}")
-        scores = [table.mean(readout, residual=residual) for table in tables if table.doc_ids]
-        grid = _grid(scores, span)
-        with np.errstate(invalid="ignore"):
-            kept = np.mean([(s[None, :] >= grid[:, None]).mean(axis=1) for s in scores], axis=0)
-        return cls._best(grid, -np.abs(kept - target), kept, "retention", len(scores), readout, context)
-
-    @classmethod
-    def _best(
-        cls,
-        grid: Scores,
-        objective: Scores,
-        reached: Scores,
-        name: Literal["f1", "retention"],
-        n: int,
-        readout: Readout,
-        context: Mapping[str, Any] | None,
-    ) -> Threshold:
-        best = int(np.flatnonzero(objective == objective.max())[-1])
-        return cls(
-            value=float(grid[best]),
-            objective=name,
-            reached=float(reached[best]),
-            n_queries=n,
-            readout=readout,
-            context=dict(context or {}),
-        )
+        scores = [table.mean(readout, residual=residual) for table in tables]
+        return fit_retention(scores, target, span=span, readout=readout, context=context)
 
     def save(self, path: str | Path) -> None:
         """Freeze to a JSON file, whole or not at all."""
@@ -133,6 +100,61 @@ class Threshold:
         if unknown:
             raise InvalidData(f"{path}: unknown threshold fields {', '.join(sorted(unknown))}")
         return cls(**data)
+
+
+def fit_f1(
+    scores: Sequence[Scores],
+    relevant: Sequence[Mask],
+    *,
+    span: tuple[float, float] | None = None,
+    readout: Readout = "expected",
+    context: Mapping[str, Any] | None = None,
+) -> Threshold:
+    """`Threshold.fit_f1` of any system's scores: (n,) per query, NaN where missing, with the mask of relevant ones."""
+    if not any(mask.any() for mask in relevant):
+        raise InvalidData(
+            f"none of the {len(scores)} queries has a relevant candidate; check that qrels and scores use the same ids"
+        )
+    grid = _grid(scores, span)
+    f1 = np.mean([_f1(s, r, grid) for s, r in zip(scores, relevant, strict=True)], axis=0)
+    best = int(np.flatnonzero(f1 == f1.max())[-1])
+    return Threshold(
+        value=float(grid[best]),
+        objective="f1",
+        reached=float(f1[best]),
+        n_queries=len(scores),
+        readout=readout,
+        context=dict(context or {}),
+    )
+
+
+def fit_retention(
+    scores: Sequence[Scores],
+    target: float,
+    *,
+    span: tuple[float, float] | None = None,
+    readout: Readout = "expected",
+    context: Mapping[str, Any] | None = None,
+) -> Threshold:
+    """`Threshold.fit_retention` of any system's scores: (n,) per query, NaN where missing; empty queries are left out.
+
+    A target outside [0, 1] is `BadArgument`.
+    """
+    if not 0 <= target <= 1:
+        raise BadArgument(f"target retention is a share between 0 and 1, got {target}")
+    full = [s for s in scores if len(s)]
+    grid = _grid(full, span)
+    kept = np.mean([_at(grid, s).mean(axis=1) for s in full], axis=0)
+    away = np.abs(kept - target)
+    best = int(np.flatnonzero(away == away.min())[-1])
+    return Threshold(
+        value=float(grid[best]),
+        objective="retention",
+        reached=float(kept[best]),
+        n_queries=len(full),
+        readout=readout,
+        context=dict(context or {}),
+    )
 
 
 def dev_split(query_ids: Sequence[str], *, seed: int = 20260610, share: float = 0.5) -> tuple[list[str], list[str]]:
@@ -225,14 +247,19 @@ def _grid(scores: Sequence[Scores], span: tuple[float, float] | None) -> Scores:
     if span is None:
         there = np.concatenate([s[~np.isnan(s)] for s in scores]) if scores else np.zeros(0)
         if there.size == 0:
-            raise InvalidData("no scores to fit a threshold on")
+            raise InvalidData("no scores to fit a threshold on; rankings without scores have none")
         span = (float(there.min()), float(there.max()))
     return np.linspace(*span, GRID)
 
 
-def _f1(scores: Scores, relevant: Mask, grid: Scores) -> Scores:
+def _at(grid: Scores, scores: Scores) -> Mask:
+    """Which scores (n,) each threshold of the grid keeps, (GRID, n)."""
     with np.errstate(invalid="ignore"):
-        kept = scores[None, :] >= grid[:, None]
+        return np.asarray(scores[None, :] >= grid[:, None])
+
+
+def _f1(scores: Scores, relevant: Mask, grid: Scores) -> Scores:
+    kept = _at(grid, scores)
     hits = (kept & relevant).sum(axis=1)
     total = kept.sum(axis=1) + relevant.sum()
     f1: Scores = np.divide(2.0 * hits, total, out=np.zeros(len(grid)), where=(total > 0) & (hits > 0))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pd_rerank.decisions import GRID, Threshold
+from pd_rerank.decisions import Threshold, fit_f1, fit_retention
 from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.consumers import chosen, ends, modal_flip, pairwise_flip
 from pd_rerank.evaluation.presentations import Presentations
@@ -395,18 +395,10 @@ def fit_threshold_f1(
 
     Fitted on one `presentation` (the method's way), or on the mean over all (None). The grid has 41 points over
     `span`, by default from the lowest to the highest score there is; ties go to the higher value. `Threshold.fit_f1`
-    is the same for score tables. Source: method, 5.3.
+    does the same for score tables. Source: method, 5.3.
     """
-    scores = [_canonical(query, presentation) for query in queries]
-    grid = _grid(scores, span)
     relevant = [_grades(query, qrels) >= min_grade for query in queries]
-    if not any(mask.any() for mask in relevant):
-        raise InvalidData(
-            f"none of the {len(queries)} dev queries ranks a relevant document; check ids of run and qrels"
-        )
-    f1 = np.mean([set_quality(_at(grid, s), r).f1 for s, r in zip(scores, relevant, strict=True)], axis=0)
-    best = int(np.flatnonzero(f1 == f1.max())[-1])
-    return Threshold(value=float(grid[best]), objective="f1", reached=float(f1[best]), n_queries=len(queries))
+    return fit_f1([_canonical(query, presentation) for query in queries], relevant, span=span)
 
 
 def fit_threshold_retention(
@@ -417,14 +409,7 @@ def fit_threshold_retention(
     span: tuple[float, float] | None = None,
 ) -> Threshold:
     """The threshold whose mean share of retained candidates is nearest `target`; ties go to the higher value."""
-    if not 0 <= target <= 1:
-        raise BadArgument(f"target retention is a share between 0 and 1, got {target}")
-    scores = [_canonical(query, presentation) for query in queries if query.doc_ids]
-    grid = _grid(scores, span)
-    kept = np.mean([_at(grid, s).mean(axis=1) for s in scores], axis=0)
-    away = np.abs(kept - target)
-    best = int(np.flatnonzero(away == away.min())[-1])
-    return Threshold(value=float(grid[best]), objective="retention", reached=float(kept[best]), n_queries=len(scores))
+    return fit_retention([_canonical(query, presentation) for query in queries], target, span=span)
 
 
 def matched_retention(
@@ -462,20 +447,6 @@ def _canonical(query: Presentations, presentation: int | None) -> Scores:
     if presentation >= query.count:
         raise BadArgument(f"query '{query.query_id}' has {query.count} presentations, no number {presentation}")
     return np.asarray(query.scores[presentation])
-
-
-def _grid(scores: Sequence[Scores], span: tuple[float, float] | None) -> Scores:
-    if span is None:
-        there = np.concatenate([s[~np.isnan(s)] for s in scores]) if scores else np.zeros(0)
-        if not there.size:
-            raise InvalidData("no scores to fit a threshold on; rankings without scores have none")
-        span = (float(there.min()), float(there.max()))
-    return np.linspace(*span, GRID)
-
-
-def _at(grid: Scores, scores: Scores) -> Mask:
-    with np.errstate(invalid="ignore"):
-        return np.asarray(scores[None, :] >= grid[:, None])
 
 
 def _grades(query: Presentations, qrels: Qrels) -> npt.NDArray[np.int64]:

@@ -450,7 +450,7 @@ def test_f1_threshold_of_the_methods_example() -> None:
     threshold = fit_threshold_f1(dev(), qrels)
     assert threshold.value == pytest.approx(0.585)
     assert (threshold.reached, threshold.objective, threshold.n_queries) == (1.0, "f1", 2)
-    with pytest.raises(InvalidData, match="check ids"):
+    with pytest.raises(InvalidData, match="same ids"):
         fit_threshold_f1(dev(), {"other": {"A": 1}})
 
 
