@@ -29,7 +29,7 @@ from typing import Literal
 
 from pd_rerank._extras import need
 from pd_rerank.errors import InvalidData, MissingResource
-from pd_rerank.files import read_json, sha256_file, write_json
+from pd_rerank.files import read_json, sha256_file, umask, write_json
 
 logger = logging.getLogger("pd_rerank")
 
@@ -378,7 +378,7 @@ def _into_place(name: str, model: EmbeddedModel, write: Callable[[Path], None]) 
                 },
             },
         )
-        draft.chmod(0o755)
+        _open_to_readers(draft)
         try:
             draft.rename(target)
         except OSError:
@@ -387,6 +387,13 @@ def _into_place(name: str, model: EmbeddedModel, write: Callable[[Path], None]) 
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Give everything in a folder the mode a new file has here; weights and temporary folders start out closed."""
+    closed = umask()
+    for entry in (folder, *folder.rglob("*")):
+        entry.chmod((0o777 if entry.is_dir() else 0o666) & ~closed)
 
 
 def _place(name: str, model: EmbeddedModel) -> Path:

@@ -51,7 +51,7 @@ def whole_file(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o666 & ~_umask())
+        os.chmod(name, 0o666 & ~umask())
         os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def whole_folder(path: str | Path, *, holds: Collection[str]) -> Iterator[Path]:
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield fresh
-        os.chmod(fresh, 0o777 & ~_umask())
+        os.chmod(fresh, 0o777 & ~umask())
         if target.exists():
             old = fresh.with_suffix(".old")
             os.replace(target, old)
@@ -470,7 +470,8 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The bits this process keeps off new files and folders."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

