@@ -66,13 +66,7 @@ def whole_folder(path: str | Path, *, holds: Collection[str]) -> Iterator[Path]:
     nothing else; otherwise it is refused, since replacing it would delete what is not ours.
     """
     target = Path(path)
-    if target.exists():
-        if not target.is_dir():
-            raise BadArgument(f"{target} is a file; name a folder")
-        foreign = sorted(entry.name for entry in target.iterdir() if entry.name not in holds)
-        if foreign:
-            ours = ", ".join(sorted(holds))
-            raise BadArgument(f"{target} holds '{foreign[0]}', which is none of {ours}; name another folder")
+    check_folder(target, holds=holds)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
@@ -88,6 +82,19 @@ def whole_folder(path: str | Path, *, holds: Collection[str]) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+
+
+def check_folder(path: str | Path, *, holds: Collection[str]) -> None:
+    """Refuse what `whole_folder` could not replace: a file, or a folder that holds anything but `holds`."""
+    target = Path(path)
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise BadArgument(f"{target} is a file; name a folder")
+    foreign = sorted(entry.name for entry in target.iterdir() if entry.name not in holds)
+    if foreign:
+        ours = ", ".join(sorted(holds))
+        raise BadArgument(f"{target} holds '{foreign[0]}', which is none of {ours}; name another folder")
 
 
 def write_json(path: str | Path, value: Any) -> None:

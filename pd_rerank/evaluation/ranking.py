@@ -22,7 +22,7 @@ from pd_rerank._extras import need
 from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.files import RunHit
 from pd_rerank.pool import Pool
-from pd_rerank.scores import Readout, ScoreTable
+from pd_rerank.scores import Readout, ScoreTable, SlotResidual
 
 Values = npt.NDArray[np.float64]
 Qrels = Mapping[str, Mapping[str, int]]
@@ -158,13 +158,15 @@ class Ranking:
         return cls(tuple(doc_id for _, doc_id in ordered), tuple(score for score, _ in ordered))
 
     @classmethod
-    def served(cls, table: ScoreTable, readout: Readout = "expected") -> Ranking:
+    def served(
+        cls, table: ScoreTable, readout: Readout = "expected", *, residual: SlotResidual | None = None
+    ) -> Ranking:
         """The ranking a reranker serves from a score table: mean score descending, ties by document id *ascending*.
 
         Candidates without any grade come last, tied with each other.
         """
-        mean = table.mean(readout)
-        order = table.ranking(readout)
+        mean = table.mean(readout, residual=residual)
+        order = table.ranking(readout, residual=residual)
         scores = np.where(np.isnan(mean), -np.inf, mean)[order]
         return cls(tuple(table.doc_ids[i] for i in order), tuple(scores.tolist()))
 

@@ -83,6 +83,24 @@ def paired_bootstrap(differences: Sequence[float] | Scores, recipe: Recipe = QUE
     return _interval(float(values.mean()), means, n=n, unit="queries", units=n, recipe=recipe)
 
 
+def ratio_bootstrap(
+    numerators: Sequence[float] | Scores, denominators: Sequence[float] | Scores, recipe: Recipe = QUERIES
+) -> Interval:
+    """Σ numerators / Σ denominators, (n,) each, queries resampled with replacement: the interval of a pooled share.
+
+    Denominators are not negative and not all 0; a resample that draws only zeros counts as nothing and is left out.
+    """
+    above, below = _numbers(numerators, what="numerators"), _numbers(denominators, what="denominators")
+    if len(above) != len(below) or (below < 0).any() or not below.any():
+        raise BadArgument("a ratio needs as many numerators as denominators, and these not negative and not all 0")
+    n = len(above)
+    draws = None
+    if n > 1:
+        up, down = _sums(np.random.default_rng(recipe.seed), [above, below], recipe.resamples)
+        draws = up[down > 0] / down[down > 0]
+    return _interval(float(above.sum() / below.sum()), draws, n=n, unit="queries", units=n, recipe=recipe)
+
+
 def hierarchical_bootstrap(collections: Mapping[str, Sequence[float] | Scores], recipe: Recipe = QUERIES) -> Interval:
     """The mean of collection means: collections resampled first, then queries within each one drawn.
 
