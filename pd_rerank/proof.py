@@ -52,7 +52,7 @@ def prove(engine: Engine, prompt: GradePrompt, *, base: Sequence[FloatArray] | N
         _close("a batch of unequal prompts reads like each alone", together, alone, limit),
         _close("a shared prefix reads like the whole prompt", together, apart, limit),
         _differ(_scores(together[1:])),
-        *([] if base is None else [_moved(together, base)]),
+        *([] if base is None else [moved(together, base)]),
     ]
 
 
@@ -105,9 +105,10 @@ def _joined(prompt: GradePrompt) -> Check:
     )
 
 
-def _moved(read: Sequence[FloatArray], base: Sequence[FloatArray]) -> Check:
-    moved = float(np.abs(_scores(read) - _scores(base)).max())
-    return Check(name="the adapter changes the scores", passed=moved > 0, detail=f"by up to {moved:.4f} on the probe")
+def moved(read: Sequence[FloatArray], base: Sequence[FloatArray]) -> Check:
+    """Whether an adapter changes scores: what `probe` read with it, and from the same model without it."""
+    by = float(np.abs(_scores(read) - _scores(base)).max())
+    return Check(name="the adapter changes the scores", passed=by > 0, detail=f"by up to {by:.4f} on the probe")
 
 
 def _finite(read: Sequence[FloatArray]) -> Check:

@@ -8,19 +8,25 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pd_rerank.errors import ModelMismatch, PdRerankError
+from pd_rerank.engines import ENGINES
+from pd_rerank.errors import BadArgument, ModelMismatch, PdRerankError
 from pd_rerank.files import versions
+from pd_rerank.prompt import MARKERS, marker
+from pd_rerank.rubrics import RUBRICS, load_rubric
 
 if TYPE_CHECKING:
+    from pd_rerank.prompt import GradePrompt
     from pd_rerank.proof import Check
 
 logger = logging.getLogger("pd_rerank")
@@ -30,11 +36,27 @@ _MARK = {True: "pass", False: "FAIL", None: "note"}
 
 def doctor(
     model: Annotated[str | None, typer.Option(help="Short name, folder or hub id of a model to prove.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="LoRA adapter to prove with it: folder or hub id.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="LoRA adapter to prove: folder or hub id. Without --model: on the base it names.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="hf, or fake to try the sheet without a model.")] = "hf",
     rubric: Annotated[str, typer.Option(help="Name or .yaml file of the rubric to prove with.")] = "passage_relevance",
+    instruction: Annotated[str | None, typer.Option(help="Replaces the rubric's instruction.")] = None,
+    markers: Annotated[str, typer.Option(help=f"How documents are marked: {', '.join(MARKERS)}.")] = "numeric",
+    placeholder: Annotated[str, typer.Option(help="What stands where a grade would.")] = "0",
+    chat: Annotated[
+        bool | None,
+        typer.Option(help="Use the chat template, or a plain prompt. Default: the template where there is one."),
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Longest prompt in tokens.")] = None,
+    merge_adapter: Annotated[bool, typer.Option("--merge-adapter", help="Fold the adapter into the weights.")] = False,
     dtype: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
+    device_map: Annotated[str | None, typer.Option(help="auto: spread the model over the devices there are.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let the model run code of its own. Read it first.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what is installed here; with a model, prove on a probe that its grades can be read.
@@ -44,66 +66,111 @@ def doctor(
     prompt. Ends with 0 if all passes, 3 if something is not installed, 4 if the model is not there, 5 if it does not
     fit, 6 if it fails. The output is meant to be pasted into an issue.
     """
+    options = {
+        "max_length": max_length,
+        "merge_adapter": merge_adapter or None,
+        "dtype": dtype,
+        "device": device,
+        "device_map": device_map,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code or None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    wording: dict[str, Any] = {
+        "rubric": rubric,
+        "instruction": instruction,
+        "markers": markers,
+        "placeholder": placeholder,
+        "chat": "auto" if chat is None else chat,
+    }
+    _check(engine, [*options, *(["adapter"] if adapter is not None else [])], rubric=rubric, markers=markers)
     sheet = environment()
     if not as_json:
         _show(sheet)
-    checks: list[Check] = []
+    proof = Proof(title="", checks=[])
     failure: PdRerankError | None = None
     if model is not None or adapter is not None:
-        options = {name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None}
         try:
-            checks = prove_model(model, adapter=adapter, engine=engine, rubric=rubric, options=options)
+            proof = prove_model(model, adapter=adapter, engine=engine, options=options, wording=wording)
         except PdRerankError as error:
             failure = error
-    wrong = [c.name for c in checks if c.passed is False]
+    wrong = [c.name for c in proof.checks if c.passed is False]
     if as_json:
         found = {
             "environment": sheet,
-            "proof": [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in checks],
+            "proof": [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in proof.checks],
             "error": None if failure is None else str(failure),
             "passed": failure is None and not wrong,
         }
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
-    elif checks:
-        title = f"{model or ''}{f' with {adapter}' if adapter else ''}".strip()
-        _table(title, [(c.name, _MARK[c.passed], c.detail) for c in checks])
+        typer.echo(json.dumps(found, indent=2))
+    elif proof.checks:
+        _table(proof.title, [(c.name, _MARK[c.passed], c.detail) for c in proof.checks])
     if failure is not None:
         raise failure
     if wrong:
-        raise ModelMismatch(f"{len(wrong)} of {len(checks)} checks failed: {'; '.join(wrong)}")
+        raise ModelMismatch(f"{len(wrong)} of {len(proof.checks)} checks failed: {'; '.join(wrong)}")
+
+
+def _check(engine: str, given: Sequence[str], *, rubric: str, markers: str) -> None:
+    """Refuse what no model could make right, before anything is loaded."""
+    if engine not in ENGINES:
+        raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)}")
+    if engine == "fake" and (idle := [name for name in given if name != "max_length"]):
+        raise BadArgument(f"--{idle[0].replace('_', '-')} means nothing to --engine fake; leave it out")
+    load_rubric(rubric)
+    marker(markers, 0)
 
 
 # -- the model ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was tried on a model, under a title that names it."""
+
+    title: str
+    checks: list[Check]
+
+
 def prove_model(
-    model: str | None, *, adapter: str | None, engine: str, rubric: str, options: dict[str, Any]
-) -> list[Check]:
-    """Load a model, with its adapter if there is one, and return the sheet of its proof."""
+    model: str | None, *, adapter: str | None, engine: str, options: Mapping[str, Any], wording: Mapping[str, Any]
+) -> Proof:
+    """Load a model, with its adapter if there is one, and try it; an adapter alone brings the base it names.
+
+    `options` are the engine's, `wording` the prompt's. The adapter is tried first and the base after it, so that only
+    one of them is in memory.
+    """
     from pd_rerank.engines import load_engine
     from pd_rerank.prompt import GradePrompt
-    from pd_rerank.proof import Check, probe, prove
+    from pd_rerank.proof import Check, moved, probe, prove
 
-    base = None
-    if adapter is not None:
-        plain = load_engine(model, engine=engine, **options)
-        base = probe(plain, GradePrompt(plain.tokenizer, rubric=rubric))
-        del plain
-        options = {**options, "adapter": adapter}
-    loaded = load_engine(model, engine=engine, **options)
-    prompt = GradePrompt(loaded.tokenizer, rubric=rubric)
-    checks = prove(loaded, prompt, base=base)
-    if adapter is not None:
-        card = getattr(loaded, "adapter_card", None)
-        checks.append(_card_check(prompt, card) if card else Check(**_NO_CARD))
-    described = {name: value for name, value in loaded.describe().items() if isinstance(value, str | int | float)}
-    loaded_as = ", ".join(f"{name} {value}" for name, value in described.items())
+    alone = model is None
+    loaded = load_engine(adapter if alone else model, engine=engine, adapter=None if alone else adapter, **options)
+    prompt = GradePrompt(loaded.tokenizer, **wording)
+    described = loaded.describe()
     prompt_as = f"template {prompt.hash[:12]}, {prompt.layout} layout, prompts up to {loaded.max_length} tokens"
-    return [
-        Check(name="loaded", passed=None, detail=loaded_as),
+    plain = {name: value for name, value in described.items() if isinstance(value, str | int | float)}
+    checks = [
+        Check(name="loaded", passed=None, detail=", ".join(f"{name} {value}" for name, value in plain.items())),
         Check(name="prompt", passed=None, detail=prompt_as),
-        *checks,
+        *prove(loaded, prompt),
     ]
+    if adapter is None:
+        return Proof(title=str(model), checks=checks)
+    base = model
+    if alone:
+        if described.get("adapter") is None:
+            raise BadArgument(f"'{adapter}' is a model of its own, not an adapter; give it as --model")
+        base = described["path"]
+        # What was said of the hub's revision was said of the adapter; the base is the one just loaded.
+        options = {**options, "revision": described.get("commit")}
+    card = getattr(loaded, "adapter_card", None)
+    fits = _card_check(prompt, card) if card else Check(**_NO_CARD)
+    read = probe(loaded, prompt)
+    del loaded
+    bare = load_engine(base, engine=engine, **{n: v for n, v in options.items() if n != "merge_adapter"})
+    checks += [moved(read, probe(bare, GradePrompt(bare.tokenizer, **wording))), fits]
+    return Proof(title=f"{base} with {adapter}", checks=checks)
 
 
 _NO_CARD: dict[str, Any] = {
@@ -113,14 +180,37 @@ _NO_CARD: dict[str, Any] = {
 }
 
 
-def _card_check(prompt: Any, card: Any) -> Check:
+def _card_check(prompt: GradePrompt, card: Mapping[str, Any]) -> Check:
     from pd_rerank.proof import Check
 
     try:
         prompt.check_card(card)
-    except ModelMismatch as error:
-        return Check(name=_NO_CARD["name"], passed=False, detail=str(error))
+    except ModelMismatch:
+        made = f"made with template {str(card['template_hash'])[:12]}, this prompt is {prompt.hash[:12]}"
+        cure = " ".join(_asked_for(prompt, card))
+        detail = f"{made}; give {cure}" if cure else f"{made}; its reranker.json does not say what differs"
+        return Check(name=_NO_CARD["name"], passed=False, detail=detail)
     return Check(name=_NO_CARD["name"], passed=True, detail=f"template {prompt.hash[:12]}")
+
+
+def _asked_for(prompt: GradePrompt, card: Mapping[str, Any]) -> Iterator[str]:
+    """The options that would make `prompt` the one an adapter's card describes."""
+    mine = prompt.describe()
+    ours, theirs = mine["rubric"], card.get("rubric") or {}
+    theirs = {"name": theirs} if isinstance(theirs, str) else theirs
+    words = [word for word in ours if word in theirs and word not in ("instruction", "max_doc_chars")]
+    name, instruction = str(theirs.get("name")), ours["instruction"]
+    if any(theirs[word] != ours[word] for word in words):
+        shipped = RUBRICS.get(name) if name != ours["name"] else None
+        instruction = shipped.instruction if shipped else theirs.get("instruction")
+        yield f"--rubric {name}" if shipped else f"--rubric FILE.yaml, a file of its rubric '{name}'"
+    if theirs.get("instruction", instruction) != instruction:
+        yield f"--instruction {shlex.quote(theirs['instruction'])}"
+    for option in ("markers", "placeholder"):
+        if option in card and card[option] != mine[option]:
+            yield f"--{option} {shlex.quote(str(card[option]))}"
+    if "layout" in card and (card["layout"] == "plain") != (mine["layout"] == "plain"):
+        yield "--no-chat" if card["layout"] == "plain" else "--chat"
 
 
 # -- the environment ---------------------------------------------------------------------------------------
@@ -161,11 +251,10 @@ def packages() -> list[dict[str, Any]]:
 
 
 def _cpus() -> dict[str, Any]:
+    from pd_rerank.engines.loading import cpu_computes_bfloat16
+
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text(errors="replace").split()) if info.is_file() else None
-    bf16 = None if flags is None else sorted(flags & {"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-    return {"count": os.cpu_count(), "usable": usable, "bf16": bf16}
+    return {"count": os.cpu_count(), "usable": usable, "bf16": cpu_computes_bfloat16()}
 
 
 def _torch() -> dict[str, Any] | None:
@@ -215,7 +304,7 @@ def _show(sheet: dict[str, Any]) -> None:
 def _environment_lines(sheet: dict[str, Any]) -> list[tuple[str, str]]:
     cpus, torch, java = sheet["cpus"], sheet["torch"], sheet["java"]
     used = java["java"] and f"{java['java']['version']} ({java['java']['home']})"
-    bf16 = "unknown" if cpus["bf16"] is None else ", ".join(cpus["bf16"]) or "none, bf16 is emulated and slow"
+    bf16 = "in hardware" if cpus["bf16"] else "emulated and slow, so fp32 is the default"
     accelerators = [*torch["cuda"], *(["mps"] if torch["mps"] else [])] if torch else []
     return [
         *((name, version) for name, version in sheet["versions"].items()),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,10 @@ import pytest
 from pd_rerank.cli import doctor
 from pd_rerank.engines.fake import FakeEngine
 from pd_rerank.errors import EngineFailure, MissingExtra, MissingResource
+from pd_rerank.prompt import GradePrompt
+from pd_rerank.rubrics import RUBRICS
+from tests.engines.tiny import save_adapter, tiny
+from tests.tokenizers_for_tests import byte_level
 
 Run = Callable[..., Any]
 
@@ -88,12 +95,12 @@ def test_what_cannot_load_ends_with_its_code_after_the_environment(
 
 
 class Adapted(FakeEngine):
-    """A fake that takes an adapter: with it, positions matter; its card is `card`."""
+    """A fake in the place of the real engine that takes an adapter: with it, positions matter; its card is `card`."""
 
     card: dict[str, Any] | None = None
 
-    def __init__(self, *, adapter: str | None = None, **options: Any) -> None:
-        super().__init__(position_bias=0.0 if adapter in (None, "idle") else 0.3, **options)
+    def __init__(self, model: str, *, adapter: str | None = None) -> None:
+        super().__init__(position_bias=0.0 if adapter in (None, "idle") else 0.3, name=model)
         self.adapter_card = None if adapter is None else self.card
 
 
@@ -109,11 +116,99 @@ def test_an_adapter_must_change_scores_and_fit_the_prompt(
     cli: Run, monkeypatch: pytest.MonkeyPatch, adapter: str, card: dict[str, Any] | None, code: int, wrong: list[str]
 ) -> None:
     monkeypatch.setattr(Adapted, "card", card)
-    monkeypatch.setattr("pd_rerank.engines.fake.FakeEngine", Adapted)
-    done = cli("doctor", "--engine", "fake", "--model", "x", "--adapter", adapter, "--json")
+    monkeypatch.setattr("pd_rerank.engines.hf.HFEngine", Adapted)
+    done = cli("doctor", "--model", "x", "--adapter", adapter, "--json")
     assert done.exit_code == code
     proof = json.loads(done.stdout)["proof"]
     assert [check["name"] for check in proof if check["passed"] is False] == wrong
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that names its base, a random tiny model, and whose card asks for other wording than usual."""
+    folder = tmp_path_factory.mktemp("trained")
+    tokenizer = byte_level()
+    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    tiny(**shape).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    save_adapter(folder / "adapter", tiny(**shape))
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    settings |= {"base_model_name_or_path": str(folder / "base"), "revision": None}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    prompt = GradePrompt(
+        tokenizer, rubric="answer_support", instruction="Grade it's use.", markers="alpha", placeholder="?", chat=False
+    )
+    (folder / "adapter" / "reranker.json").write_text(json.dumps(prompt.describe()))
+    return folder
+
+
+def test_an_adapter_alone_is_proved_on_the_base_it_names_with_the_wording_it_was_made_with(
+    cli: Run, trained: Path
+) -> None:
+    """The failing line names the options; with them, everything passes."""
+    alone = ("doctor", "--adapter", trained / "adapter", "--device", "cpu", "--dtype", "fp32")
+    done = cli(*alone)
+    assert done.exit_code == 5
+    (title,) = [line for line in done.stdout.splitlines() if line.startswith(str(trained / "base"))]
+    assert title == f"{trained / 'base'} with {trained / 'adapter'}:"
+    (line,) = [line for line in done.stdout.splitlines() if "FAIL" in line]
+    assert "the adapter was made with this prompt" in line
+    options = shlex.split(line.partition("; give ")[2])
+    assert options == [
+        *("--rubric", "answer_support", "--instruction", "Grade it's use."),
+        *("--markers", "alpha", "--placeholder", "?", "--no-chat"),
+    ]
+    done = cli(*alone, *options, "--max-length", "2000", "--merge-adapter", "--json")
+    assert done.exit_code == 0, done.stderr
+    proof = {check["name"]: check for check in json.loads(done.stdout)["proof"]}
+    assert "plain layout, prompts up to 2000 tokens" in proof["prompt"]["detail"]
+    assert proof["the adapter changes the scores"]["passed"] is True
+    assert proof["the adapter was made with this prompt"]["passed"] is True
+
+
+def test_the_line_names_a_rubric_that_is_no_shipped_one_and_nothing_that_fits(trained: Path) -> None:
+    tokenizer = byte_level()
+    own = replace(RUBRICS["passage_relevance"], name="mine", grades=("a", "b", "c", "d"))
+    prompt = GradePrompt(tokenizer)
+    card = json.loads(json.dumps(GradePrompt(tokenizer, rubric=own).describe()))
+    assert list(doctor._asked_for(prompt, card)) == ["--rubric FILE.yaml, a file of its rubric 'mine'"]
+    assert list(doctor._asked_for(GradePrompt(tokenizer, rubric=own), card)) == []
+    assert list(doctor._asked_for(prompt, {"rubric": "response_quality"})) == ["--rubric response_quality"]
+
+
+def test_a_model_is_not_taken_for_an_adapter(cli: Run, trained: Path) -> None:
+    done = cli("doctor", "--adapter", trained / "base", "--device", "cpu")
+    assert done.exit_code == 2
+    assert "give it as --model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--engine", "fake", "--dtype", "bf16"), "--dtype means nothing to --engine fake"),
+        (("--engine", "fake", "--model", "x", "--adapter", "y"), "--adapter means nothing to --engine fake"),
+        (("--engine", "fake", "--trust-remote-code"), "--trust-remote-code means nothing to --engine fake"),
+        (("--engine", "vlm", "--model", "x"), "unknown engine 'vlm'; choose one of hf, fake"),
+        (("--model", "x", "--markers", "beta"), "unknown markers 'beta'"),
+        (("--model", "x", "--rubric", "nonesuch"), "unknown rubric 'nonesuch'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_loads(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr(doctor, "environment", lambda: pytest.fail("looked around first"))
+    done = cli("doctor", *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("computes", "said"), [(True, "bf16: in hardware"), (False, "bf16: emulated and slow")])
+def test_what_the_sheet_says_of_bfloat16_is_what_the_engine_goes_by(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, computes: bool, said: str
+) -> None:
+    monkeypatch.setattr("pd_rerank.engines.loading.cpu_computes_bfloat16", lambda: computes)
+    assert said in cli("doctor").stdout
 
 
 def test_a_terminal_gets_tables(cli: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
