@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,6 +19,7 @@ from pd_rerank.errors import BadArgument, EngineFailure
 if TYPE_CHECKING:
     import numpy.typing as npt
     from rich.console import Console
+    from rich.table import Table
 
     from pd_rerank.engines.base import Engine
     from pd_rerank.pool import Pool
@@ -27,16 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_rerank")
 
-WIDTH = 100
-"""The widest line printed."""
+PLAIN_WIDTH, WIDTH = 80, 100
+"""The width of what is printed where stdout is no terminal, and the widest on one."""
 
-DEPTH = 10
-"""The cut-off of nDCG."""
+SIGN_OF_LIFE_S = 20.0
+"""Seconds between two lines on progress where stderr is no terminal."""
 
 FEW = 3
 """Arrival orders for the rows other than the first, and those shown side by side."""
 
-GIVEN, SINGLE = "round-robin windows, as given", "window=1, one by one"
+GIVEN, SINGLE = "round-robin, as given", "window=1, one by one"
 
 SHOWN = 8
 """Documents listed one by one."""
@@ -47,6 +49,7 @@ def demo(
         str, typer.Option(help="Short name, folder or hub id; 'fake' shows the tables without a model.")
     ] = "smollm2-135m",
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter, folder or hub id.")] = None,
+    engine: Annotated[str, typer.Option(help="hf, or fake: the same as --model fake.")] = "hf",
     queries: Annotated[int, typer.Option(min=1, max=8, help="Queries of the demo data.")] = 2,
     candidates: Annotated[int, typer.Option(min=2, max=24, help="Candidates per query, the first stage's best.")] = 16,
     presentations: Annotated[
@@ -65,25 +68,30 @@ def demo(
     """
     from rich.console import Console
 
-    from pd_rerank.engines import load_engine
+    from pd_rerank.engines import ENGINES, load_engine
     from pd_rerank.files import write_json
     from pd_rerank.prompt import GradePrompt
 
     if json_file is not None and json_file.is_dir():
         raise BadArgument(f"--json {json_file} is a folder; name a file")
-    if model == "fake" and adapter is not None:
-        raise BadArgument("--model fake takes no --adapter; name the model the adapter was made for")
-    logger.info("loading %s; an embedded model is fetched and converted once, in under a minute", model)
+    if engine not in ENGINES:
+        raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)}")
+    fake = "fake" in (model, engine)
+    if fake and adapter is not None:
+        raise BadArgument("the fake model takes no --adapter; name the model the adapter was made for")
     started = time.perf_counter(), time.process_time()
-    engine = (
-        load_engine(model, engine="fake", position_bias=0.6) if model == "fake" else load_engine(model, adapter=adapter)
-    )
-    prompt = GradePrompt(engine.tokenizer)
-    card = getattr(engine, "adapter_card", None)
+    if fake:
+        logger.info("no model: the fake grades by word overlap and leans towards the end of a prompt")
+        reader = load_engine("fake", engine="fake", position_bias=0.6)
+    else:
+        logger.info("loading %s", model)
+        reader = load_engine(model, adapter=adapter)
+    prompt = GradePrompt(reader.tokenizer)
+    card = getattr(reader, "adapter_card", None)
     if card:
         prompt.check_card(card, where=f"adapter '{adapter}'")
     figures = measure(
-        engine,
+        reader,
         prompt,
         queries=queries,
         candidates=candidates,
@@ -97,9 +105,10 @@ def demo(
     }
     if json_file is not None:
         write_json(json_file, figures)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no name of a model is worth a failure
     out = Console(highlight=False, markup=False, emoji=False)
-    if not out.is_terminal or out.width > WIDTH:
-        out.width = WIDTH
+    out.width = min(out.width, WIDTH) if out.is_terminal else PLAIN_WIDTH
     show(figures, out)
 
 
@@ -119,7 +128,7 @@ def measure(
     """Score the demo's pools under several arrival orders in five ways, and compare; plain values, as for JSON."""
     import numpy as np
 
-    from pd_rerank.scores import ranking
+    from pd_rerank.evaluation.presentations import strict_ranks
     from pd_rerank.scoring import Scoring
     from pd_rerank.windows import permutation
 
@@ -130,7 +139,7 @@ def measure(
     few, half = orders[:FEW], presentations // 2
     ways: list[tuple[str, Scoring, list[npt.NDArray[np.int64]]]] = [
         (GIVEN, Scoring(window=window), orders),
-        ("contiguous windows, as given", Scoring(window=window, partition="contiguous"), few),
+        ("contiguous, as given", Scoring(window=window, partition="contiguous"), few),
         ('order="canonical"', Scoring(window=window, order="canonical"), few),
         (SINGLE, Scoring(window=1), few),
     ]
@@ -150,13 +159,13 @@ def measure(
     rows.insert(
         2,
         {
-            "way": f"average of {half} presentations",
+            "way": f"average, presentations={half}",
             **_compare(pools, averages, grades, pairs=pairs),
             "cpu_seconds_per_query": half * rows[0]["cpu_seconds_per_query"],
         },
     )
     first, ids = by_way[0][0], pools[0].doc_ids
-    ranked = np.stack([ranking(s, ids) for s in first])
+    ranks = strict_ranks(first, ids)
     return {
         "engine": engine.describe(),
         "settings": {
@@ -180,14 +189,14 @@ def measure(
                         "arrived": int(np.flatnonzero(order == i)[0]) + 1,
                         "score": float(scores[i]),
                     }
-                    for i in best[:5]
+                    for i in np.argsort(ranked)[:5].tolist()
                 ]
-                for order, scores, best in zip(few, first, ranked, strict=False)
+                for order, scores, ranked in zip(few, first, ranks, strict=False)
             ],
-            "documents": _documents(ids, grades[0], first, ranked, threshold=rows[0]["threshold"]),
+            "documents": _documents(ids, grades[0], first, ranks + 1, threshold=rows[0]["threshold"]),
         },
         "quality": {
-            "first_stage_ndcg10": float(np.mean([_ndcg(g) for g in grades])),
+            "first_stage_ndcg10": float(np.mean([_ndcg_as_listed(g) for g in grades])),
             "random_ndcg10": float(np.mean([_ndcg_of_chance(g) for g in grades])),
             **_twins(pools, by_way[0], twins),
         },
@@ -253,18 +262,24 @@ def _compare(
     """What changes between two rows of scores, averaged over `pairs` of rows (default: all) and over the queries."""
     import numpy as np
 
-    from pd_rerank.scores import ranking
+    from pd_rerank.evaluation.presentations import strict_ranks
+    from pd_rerank.evaluation.stability import jaccard_matrix, kendall_matrix, ndcg_by_presentation
 
     threshold = float(np.median(np.concatenate([s[0] for s in scores])))
-    change, tau, overlap, top, ndcg = [], [], [], [], []
+    change: list[float] = []
+    tau: list[float] = []
+    overlap: list[float] = []
+    top: list[bool] = []
+    ndcg: list[float] = []
     for pool, table, graded in zip(pools, scores, grades, strict=True):
-        ranked = [ranking(s, pool.doc_ids) for s in table]
-        ndcg += [_ndcg(graded[r]) for r in ranked]
+        ranks = strict_ranks(table, pool.doc_ids)
+        ndcg += ndcg_by_presentation(ranks, graded).tolist()
+        taus, overlaps, first = kendall_matrix(ranks), jaccard_matrix(table >= threshold), ranks.argmin(axis=1)
         for a, b in pairs or combinations(range(len(table)), 2):
-            change.append(np.abs(table[a] - table[b]).mean())
-            tau.append(_kendall(ranked[a], ranked[b]))
-            overlap.append(_jaccard(table[a] >= threshold, table[b] >= threshold))
-            top.append(ranked[a][0] != ranked[b][0])
+            change.append(float(np.abs(table[a] - table[b]).mean()))
+            tau.append(float(taus[a, b]))
+            overlap.append(float(overlaps[a, b]))
+            top.append(bool(first[a] != first[b]))
     return {
         "pairs": len(change),
         "threshold": threshold,
@@ -281,14 +296,11 @@ def _documents(
     ids: Sequence[str],
     grades: npt.NDArray[Any],
     scores: Scores,
-    ranked: npt.NDArray[Any],
+    ranks: npt.NDArray[Any],
     *,
     threshold: float,
 ) -> list[dict[str, Any]]:
     """Per document, in first-stage order: range of score and of rank over the arrival orders, how often it is kept."""
-    import numpy as np
-
-    ranks = np.argsort(ranked, axis=1) + 1
     return [
         {
             "docid": doc_id,
@@ -313,50 +325,37 @@ def _twins(pools: Sequence[Pool], scores: Sequence[Scores], twins: Mapping[str, 
     return {"better_twin_higher": better, "twin_trials": total}
 
 
-def _kendall(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
-    """Kendall's tau between two rankings of the same candidates, given best to worst; neither has ties."""
+def _ndcg_as_listed(grades: npt.NDArray[Any]) -> float:
+    """nDCG@10 of candidates in the order of their judged grades here."""
     import numpy as np
 
-    x, y = np.argsort(a), np.argsort(b)
-    agree = np.sign(x[:, None] - x) * np.sign(y[:, None] - y)
-    return float(agree.sum() / (len(x) * (len(x) - 1)))
+    from pd_rerank.evaluation.stability import ndcg_by_presentation
 
-
-def _jaccard(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
-    """Shared members over all members of two sets given as masks; two empty sets are the same set."""
-    either = int((a | b).sum())
-    return int((a & b).sum()) / either if either else 1.0
-
-
-def _ndcg(ranked_grades: npt.NDArray[Any]) -> float:
-    """nDCG@10, gain 2^grade - 1, of grades listed best-ranked first; 0 where nothing is relevant."""
-    import numpy as np
-
-    gains = 2.0**ranked_grades - 1
-    discounts = 1 / np.log2(np.arange(2, min(DEPTH, len(gains)) + 2))
-    best = float(np.sort(gains)[::-1][: len(discounts)] @ discounts)
-    return float(gains[: len(discounts)] @ discounts) / best if best else 0.0
+    return float(ndcg_by_presentation(np.arange(len(grades))[None], grades)[0])
 
 
 def _ndcg_of_chance(grades: npt.NDArray[Any]) -> float:
-    """The expected nDCG@10 of a random order: every rank holds the mean gain."""
+    """The expected nDCG@10 of a random order: its mean over the n rotations, in which each rank sees each candidate."""
     import numpy as np
 
-    gains = 2.0**grades - 1
-    discounts = 1 / np.log2(np.arange(2, min(DEPTH, len(gains)) + 2))
-    best = float(np.sort(gains)[::-1][: len(discounts)] @ discounts)
-    return float(gains.mean() * discounts.sum()) / best if best else 0.0
+    from pd_rerank.evaluation.stability import ndcg_by_presentation
+
+    places = np.arange(len(grades))
+    return float(ndcg_by_presentation((places[:, None] + places) % len(grades), grades).mean())
 
 
 class _Progress:
-    """A bar on stderr, in candidates graded; none with --quiet or where stderr is no terminal."""
+    """Candidates graded so far, on stderr: a bar on a terminal, elsewhere a line now and then; nothing with --quiet."""
 
     def __init__(self, total: int) -> None:
         from tqdm import tqdm
 
-        off = None if logger.isEnabledFor(logging.INFO) else True
-        self._bar = tqdm(total=total, unit="candidate", desc="grading", disable=off, leave=False)
+        heard = logger.isEnabledFor(logging.INFO)
+        self._bar = tqdm(total=total, unit="candidate", desc="grading", disable=None if heard else True, leave=False)
+        self._lines = heard and self._bar.disable  # tqdm has found that stderr is no terminal
+        self._total = total
         self._done = 0.0
+        self._said = time.monotonic()
 
     def __enter__(self) -> _Progress:
         return self
@@ -367,10 +366,31 @@ class _Progress:
     def advance(self, candidates: float) -> None:
         """Add to the candidates graded; parts of one are kept until they make a whole."""
         self._done += candidates
-        self._bar.update(int(self._done + 1e-6) - self._bar.n)
+        whole = int(self._done + 1e-6)
+        self._bar.update(whole - self._bar.n)
+        if self._lines and time.monotonic() - self._said >= SIGN_OF_LIFE_S:
+            logger.info("graded %d of %d candidates", whole, self._total)
+            self._said = time.monotonic()
 
 
 # -- tables -------------------------------------------------------------------------------------------------
+
+
+class Signs(NamedTuple):
+    """What a bar of ranks and a cut text are drawn with."""
+
+    out_of_range: str = "·"
+    in_range: str = "█"
+    cut: str = "…"
+
+
+def signs(encoding: str) -> Signs:
+    """Signs that can be written in `encoding`."""
+    try:
+        "".join(Signs()).encode(encoding)
+    except UnicodeEncodeError:
+        return Signs(".", "#", "...")
+    return Signs()
 
 
 def show(figures: Mapping[str, Any], out: Console) -> None:
@@ -382,18 +402,25 @@ def show(figures: Mapping[str, Any], out: Console) -> None:
         f"of up to {settings['window']}, in {orders} arrival orders. Nothing but the order changes."
     )
     out.print(
-        f"\n1. The top five of one query in {len(example['top'])} of the orders (#: place of arrival): "
-        f"{example['query']}"
+        f"\n1. The top five of one query in {len(example['top'])} of the orders: {example['query']}\n"
+        "(#: place of arrival; judged: the judged grade, 0 to 3; last: the score the model gave)\n"
     )
     _show_top(example, out)
-    out.print(f"\n2. Its first {min(SHOWN, n)} passages over the {orders} orders: where each scored, ranked, was kept")
+    out.print(
+        f"\n2. Its first {min(SHOWN, n)} passages over the {orders} orders: where each scored, ranked, was kept\n"
+    )
     _show_documents(example, settings, out)
-    out.print("\n3. What changes between two arrival orders: the mean over all pairs of orders, all queries")
+    out.print(
+        "\n3. What changes between two arrival orders: the mean over all pairs of orders, all queries\n"
+        "An average is compared with one over other orders. Averaging makes changes smaller, but it cannot rank by "
+        "what a model does not see.\n"
+    )
     _show_rows(figures["rows"], out)
     out.print(
-        "Kept: score at or above the median of that row's first arrival order. Overlap: shared members over all "
-        "members of the two kept sets. An average is compared with one over other orders. "
-        "A bare 0 or 1 is exact, not rounded. CPU: to score a query once that way."
+        "\nScore change: how far a document's score moves. SD of scores: how far apart the scores of one order lie "
+        "(their standard deviation), to hold that change against. Kept: score at or above the median of that row's "
+        "first arrival order. Overlap: shared members over all members of the two kept sets. CPU: to score a query "
+        "once that way. A bare 0 or 1 is exact, not rounded."
     )
     by_way = {row["way"]: row for row in figures["rows"]}
     out.print(
@@ -402,9 +429,9 @@ def show(figures: Mapping[str, Any], out: Console) -> None:
         f"(BM25). Of two passages alike but for the point, the better one scored higher in "
         f"{quality['better_twin_higher']} of {quality['twin_trials']} arrivals.\n"
         "Read this as a picture of order, not of quality: over so few queries these numbers say little, and off the "
-        "shelf a model as small as smollm2-135m knows little of relevance and much of position. Averaging shrinks "
-        "the changes, but cannot rank by what a model does not see; canonical order and window=1 make the answer "
-        "independent of arrival; relevance takes a larger model or an adapter (--model, --adapter)."
+        "shelf a model as small as smollm2-135m knows little of relevance and much of position. Canonical order and "
+        "window=1 make the answer independent of arrival; relevance takes a larger model or an adapter (--model, "
+        "--adapter)."
     )
     if "seconds" in figures:
         out.print(
@@ -413,60 +440,56 @@ def show(figures: Mapping[str, Any], out: Console) -> None:
 
 
 def _show_top(example: Mapping[str, Any], out: Console) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, pad_edge=False)
+    table = _table()
     table.add_column("rank", justify="right")
     for k in range(len(example["top"])):
         table.add_column(f"arrival order {k + 1}")
+    room = (out.width - len("rank")) // len(example["top"]) - _GAP
     for rank in range(len(example["top"][0])):
         cells = []
         for best in example["top"]:
             hit = best[rank]
-            text = _beginning(example["texts"][hit["docid"]], 28)
-            cells.append(f"{text}\n  #{hit['arrived']}, grade {hit['grade']}, {hit['score']:.3f}")
+            text = _beginning(example["texts"][hit["docid"]], room, out)
+            cells.append(f"{text}\n  #{hit['arrived']}, judged {hit['grade']}, {hit['score']:.3f}")
         table.add_row(str(rank + 1), *cells)
     out.print(table)
 
 
 def _show_documents(example: Mapping[str, Any], settings: Mapping[str, Any], out: Console) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, pad_edge=False)
+    n, drawn = settings["candidates"], signs(out.encoding)
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "judged\ngrade": lambda d: str(d["grade"]),
+        "score,\nmin to max": lambda d: f"{d['score'][0]:.3f} to {d['score'][1]:.3f}",
+        "rank": lambda d: f"{d['rank'][0]}-{d['rank'][1]}",
+        f"ranks 1 to {n}": lambda d: (
+            drawn.out_of_range * (d["rank"][0] - 1)
+            + drawn.in_range * (d["rank"][1] - d["rank"][0] + 1)
+            + drawn.out_of_range * (n - d["rank"][1])
+        ),
+        "kept": lambda d: f"{d['kept']}/{settings['presentations']}",
+    }
+    rows = [[cell(d) for cell in columns.values()] for d in example["documents"][:SHOWN]]
+    table = _table()
     table.add_column("passage")
-    table.add_column("grade", justify="right")
-    table.add_column("score min … max")
-    table.add_column("rank", justify="right")
-    table.add_column(f"ranks 1 to {settings['candidates']}", no_wrap=True)
-    table.add_column("kept", justify="right")
-    for document in example["documents"][:SHOWN]:
-        (low, high), (best, worst) = document["score"], document["rank"]
-        table.add_row(
-            _beginning(example["texts"][document["docid"]], 28),
-            str(document["grade"]),
-            f"{low:.3f} … {high:.3f}",
-            f"{best}-{worst}",
-            "·" * (best - 1) + "█" * (worst - best + 1) + "·" * (settings["candidates"] - worst),
-            f"{document['kept']}/{settings['presentations']}",
-        )
+    for name in columns:
+        table.add_column(name, justify="left" if name.startswith("ranks") else "right", no_wrap=True)
+    widths = [max(map(len, (*name.splitlines(), *(row[c] for row in rows)))) for c, name in enumerate(columns)]
+    room = out.width - sum(widths) - _GAP * len(widths)
+    for document, cells in zip(example["documents"], rows, strict=False):
+        table.add_row(_beginning(example["texts"][document["docid"]], room, out), *cells)
     out.print(table)
 
 
 def _show_rows(rows: Sequence[Mapping[str, Any]], out: Console) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "mean score\nchange": lambda row: _decimals(row["mean_score_change"], 4),
+        "score\nchange": lambda row: _decimals(row["mean_score_change"], 4),
         "SD of\nscores": lambda row: _decimals(row["score_sd"], 4),
         "Kendall\ntau": lambda row: _decimals(row["kendall_tau"], 3),
-        "kept sets\noverlap": lambda row: _decimals(row["retained_overlap"], 3),
-        "first place\nchanged": lambda row: f"{row['top1_changes']} of {row['pairs']}",
+        "overlap\nof kept": lambda row: _decimals(row["retained_overlap"], 3),
+        "first\nchanged": lambda row: f"{row['top1_changes']} of {row['pairs']}",
         "CPU s\na query": lambda row: f"{row['cpu_seconds_per_query']:.1f}",
     }
-    table = Table(box=SIMPLE, pad_edge=False)
+    table = _table()
     table.add_column("how the list is scored")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -475,10 +498,26 @@ def _show_rows(rows: Sequence[Mapping[str, Any]], out: Console) -> None:
     out.print(table)
 
 
+_GAP = 2
+"""Columns between two cells."""
+
+
+def _table() -> Table:
+    """A table with a rule of hyphens under its head, `_GAP` between cells and nothing around them."""
+    from rich.box import Box
+    from rich.table import Table
+
+    rule = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
+    return Table(box=rule, show_edge=False, pad_edge=False, collapse_padding=True)
+
+
 def _decimals(value: float, digits: int) -> str:
     """A number to so many decimals; exact 0 and 1 without any, so that they are told from rounded ones."""
     return str(int(value)) if value in (0.0, 1.0) else f"{value:.{digits}f}"
 
 
-def _beginning(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1].rstrip()}…"
+def _beginning(text: str, room: int, out: Console) -> str:
+    """As much of a text as there is room for, at least a word or two."""
+    room = max(12, min(28, room))
+    cut = signs(out.encoding).cut
+    return text if len(text) <= room else f"{text[: room - len(cut)].rstrip()}{cut}"

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from pd_rerank.cli import app
 from pd_rerank.cli import demo as module
 from pd_rerank.engines.fake import FakeEngine
 from pd_rerank.errors import EngineFailure
@@ -20,9 +26,9 @@ from pd_rerank.scoring import Scoring, score_pools
 Command = Callable[..., Any]
 
 GIVEN, CONTIGUOUS, AVERAGE = (
-    "round-robin windows, as given",
-    "contiguous windows, as given",
-    "average of 5 presentations",
+    "round-robin, as given",
+    "contiguous, as given",
+    "average, presentations=5",
 )
 CANONICAL, SINGLE = 'order="canonical"', "window=1, one by one"
 
@@ -42,7 +48,7 @@ def test_the_demo_runs_and_its_json_agrees_with_its_tables(cli: Command, tmp_pat
     found = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert [row["way"] for row in found["rows"]] == [GIVEN, CONTIGUOUS, AVERAGE, CANONICAL, SINGLE]
     for row in found["rows"]:
-        line = next(line for line in result.stdout.splitlines() if line.startswith(f" {row['way']}"))
+        line = next(line for line in result.stdout.splitlines() if line.startswith(row["way"]))
         cells = re.split(r"\s{2,}", line.strip())[1:]
         for cell, name in zip(
             cells, ("mean_score_change", "score_sd", "kendall_tau", "retained_overlap"), strict=False
@@ -51,15 +57,71 @@ def test_the_demo_runs_and_its_json_agrees_with_its_tables(cli: Command, tmp_pat
         assert cells[4] == f"{row['top1_changes']} of {row['pairs']}"
     for best in found["example"]["top"]:
         for hit in best:
-            assert f"#{hit['arrived']}, grade {hit['grade']}, {hit['score']:.3f}" in result.stdout
+            assert f"#{hit['arrived']}, judged {hit['grade']}, {hit['score']:.3f}" in result.stdout
 
 
-def test_tables_go_to_stdout_within_100_columns_and_progress_to_stderr(cli: Command) -> None:
-    result = cli("demo", "--model", "fake", "--queries", "8")
+def test_tables_go_to_stdout_within_80_columns_and_progress_to_stderr(cli: Command) -> None:
+    result = cli("demo", "--model", "fake", "--queries", "8", "--candidates", "24", "--presentations", "12")
     assert result.exit_code == 0, result.output
-    assert max(map(len, result.stdout.splitlines())) <= 100
-    assert "loading fake" in result.stderr
-    assert "loading fake" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert not any(line.endswith(("█", "·")) for line in result.stdout.splitlines())  # no bar is wrapped
+    assert "word overlap" in result.stderr
+    assert "word overlap" not in result.stdout
+
+
+@pytest.mark.parametrize("words", [("--model", "fake"), ("--engine", "fake")])
+def test_without_a_model_nothing_is_said_to_be_loaded_or_fetched(cli: Command, words: tuple[str, str]) -> None:
+    result = cli("demo", *words, "--queries", "1")
+    assert result.exit_code == 0, result.output
+    assert not re.search("fetch|load|smollm2-135m:", result.stderr + result.stdout.partition("\n")[0])
+
+
+def test_the_caveat_on_averages_stands_between_the_third_table_and_its_title(cli: Command) -> None:
+    shown = " ".join(cli("demo", "--model", "fake").stdout.split())
+    title, caveat, table = (
+        shown.index(words)
+        for words in ("3. What changes", "cannot rank by what a model does not see", "how the list is scored")
+    )
+    assert title < caveat < table
+    assert title < shown.index("An average is compared with one over other orders") < table
+    assert "SD of scores: " in shown[table:]
+    assert "judged grade" in shown[:title]
+
+
+def test_where_stderr_is_no_terminal_lines_tell_how_far_it_is(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SIGN_OF_LIFE_S", 0.0)
+    words = ("demo", "--model", "fake", "--queries", "1", "--candidates", "8", "--presentations", "2")
+    lines = [line for line in cli(*words).stderr.splitlines() if line.startswith("graded")]
+    assert lines[0] == "graded 8 of 64 candidates"
+    assert lines[-1] == "graded 64 of 64 candidates"
+    assert "graded" not in cli(*words, "--quiet").stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_stdout_that_knows_no_bars_gets_others(encoding: str) -> None:
+    result = CliRunner(charset=encoding).invoke(app, ["demo", "--model", "fake"])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"1-\d  #+\.+  10/10", result.stdout)
+    assert result.stdout.isascii()
+    assert "\\u" not in result.stdout
+
+
+def test_text_that_stdout_cannot_spell_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, *rest = module.demo_data()
+    pools[0] = replace(pools[0], query="pourquoi l'été ?")
+    monkeypatch.setattr(module, "demo_data", lambda: (pools, *rest))
+    result = CliRunner(charset="ascii").invoke(app, ["demo", "--model", "fake"])
+    assert result.exit_code == 0, result.output
+    assert r"l'\xe9t\xe9" in result.stdout
+
+
+def test_it_runs_without_what_only_evaluation_needs() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['ranx', 'scipy', 'numba', 'pandas', 'matplotlib']))\n"
+        "from pd_rerank.cli import main; main(['demo', '--model', 'fake', '--quiet'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_position_biased_model_depends_on_order_and_two_ways_do_not() -> None:
@@ -85,7 +147,7 @@ def test_averaging_dampens_order_but_does_not_remove_it() -> None:
 def test_an_average_is_compared_with_one_over_other_presentations_only() -> None:
     """With 2 presentations an average is over one of them: the pair of halves is the pair of arrivals."""
     found = figures(FakeEngine(position_bias=0.6), presentations=2)["rows"]
-    assert found[2]["way"] == "average of 1 presentations"
+    assert found[2]["way"] == "average, presentations=1"
     assert {**found[2], "way": "", "cpu_seconds_per_query": 0} == {**found[0], "way": "", "cpu_seconds_per_query": 0}
 
 
@@ -160,14 +222,14 @@ def test_two_candidates_in_two_orders_are_enough(cli: Command) -> None:
 def test_numbers_out_of_range_stop_before_anything_loads(cli: Command, argument: tuple[str, str]) -> None:
     result = cli("demo", "--model", "fake", *argument)
     assert result.exit_code == 2
-    assert "loading fake" not in result.output
+    assert "word overlap" not in result.output
 
 
 def test_what_cannot_be_used_stops_before_anything_loads(cli: Command, tmp_path: Path) -> None:
-    for words in (("--json", tmp_path), ("--adapter", "some/adapter")):
+    for words in (("--json", tmp_path), ("--adapter", "some/adapter"), ("--engine", "vlm")):
         result = cli("demo", "--model", "fake", *words)
         assert result.exit_code == 2
-        assert "loading fake" not in result.output
+        assert "word overlap" not in result.output
 
 
 def test_quiet_leaves_the_tables_and_nothing_else(cli: Command) -> None:
@@ -181,22 +243,30 @@ def test_a_missing_grade_is_reported_not_averaged_away() -> None:
         figures(FakeEngine(missing=lambda text: "asparagus" in text), queries=3, presentations=30)
 
 
-def test_kendalls_tau_of_hand_worked_rankings() -> None:
-    a = np.array([0, 1, 2, 3])
-    assert module._kendall(a, a) == 1.0
-    assert module._kendall(a, a[::-1]) == -1.0
-    assert module._kendall(a, np.array([1, 0, 2, 3])) == pytest.approx(4 / 6)
+def test_ndcg_has_the_linear_gain_of_the_evaluation() -> None:
+    """d01's first candidates by the first stage, worked by hand."""
+    found = figures(FakeEngine(), queries=1, candidates=4)["quality"]
+    pools, qrels, _ = module.demo_data()
+    gains = [qrels["d01"][doc_id] for doc_id in pools[0].doc_ids[:4]]
+    discounts = [1 / np.log2(rank + 1) for rank in (1, 2, 3, 4)]
+
+    def of(order: Sequence[int]) -> float:
+        return float(np.dot(order, discounts) / np.dot(sorted(gains, reverse=True), discounts))
+
+    assert len(set(gains)) > 1
+    assert found["first_stage_ndcg10"] == pytest.approx(of(gains))
+    assert found["random_ndcg10"] == pytest.approx(np.mean([of(order) for order in permutations(gains)]))
 
 
-def test_overlap_of_hand_worked_sets() -> None:
-    a, b = np.array([True, True, False, False]), np.array([True, False, True, False])
-    assert module._jaccard(a, b) == pytest.approx(1 / 3)
-    assert module._jaccard(a, ~a) == 0.0
-    assert module._jaccard(np.zeros(3, bool), np.zeros(3, bool)) == 1.0
-
-
-def test_ndcg_of_hand_worked_lists() -> None:
-    assert module._ndcg(np.array([3, 2, 0])) == 1.0
-    assert module._ndcg(np.array([0, 1])) == pytest.approx(1 / np.log2(3))
-    assert module._ndcg_of_chance(np.array([0, 1])) == pytest.approx((1 + 1 / np.log2(3)) / 2)
-    assert module._ndcg(np.array([0, 0])) == 0.0
+def test_every_way_is_compared_with_hand_worked_figures() -> None:
+    """Scores .9 .8 .1 .0 against .8 .9 .1 .0: one of six pairs turns, the upper two are kept in both."""
+    pool = module.demo_data()[0][0]
+    pool = replace(pool, candidates=pool.candidates[:4])
+    table = np.array([[0.9, 0.8, 0.1, 0.0], [0.8, 0.9, 0.1, 0.0], [0.0, 0.8, 0.9, 0.1]])
+    found = module._compare([pool], [table], [np.array([1, 0, 0, 0])], pairs=[(0, 1)])
+    assert found["kendall_tau"] == pytest.approx(4 / 6)
+    assert found["retained_overlap"] == 1.0
+    assert found["mean_score_change"] == pytest.approx(0.05)
+    assert found["top1_changes"] == 1
+    assert found["ndcg10"] == pytest.approx((1 + 1 / np.log2(3) + 1 / np.log2(5)) / 3)
+    assert module._compare([pool], [table], [np.ones(4)], pairs=[(0, 2)])["retained_overlap"] == pytest.approx(1 / 3)
