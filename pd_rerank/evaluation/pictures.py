@@ -69,10 +69,10 @@ def score_movement(
 
     Rows go by mean score, the best on top; a bar spans a document's scores, a dot is one presentation. With a
     `threshold`, dots at or above it (retained) are filled, and documents that fall on both sides are set apart in
-    colour and by a diamond; a missing score is not retained.
+    colour and by a diamond; a missing score is not retained. Only finite scores can be drawn.
     """
     s = _matrix(scores, labels, "scores")
-    lines = [values[~np.isnan(values)] for values in s.T]
+    lines = [values[np.isfinite(values)] for values in s.T]
     order = _falling([float(line.mean()) if line.size else -np.inf for line in lines])
 
     def paint(axes: Any) -> None:
@@ -80,7 +80,7 @@ def score_movement(
             values = lines[d]
             kept = np.ones(len(s), bool) if threshold is None else np.nan_to_num(s[:, d], nan=-np.inf) >= threshold
             moves = threshold is not None and bool(kept.any()) and not kept.all()
-            _row(axes, y, values, MOVING if moves else STEADY, "D" if moves else "o", kept[~np.isnan(s[:, d])])
+            _row(axes, y, values, MOVING if moves else STEADY, "D" if moves else "o", kept[np.isfinite(s[:, d])])
         _names(axes, labels, order)
         axes.set_xlabel("score")
         if threshold is None:
