@@ -2,30 +2,41 @@
 
     python pipelines/benchmark.py --output runs/benchmark
 
-writes `benchmark.json` and `benchmark.md` and prints the table. CPU time is the process's own, all threads together;
-the two sides of a ratio alternate, so a busy machine slows both. `--rounds`, `--documents` and `--layers` set the size:
-fewer layers make it quick and the vocabulary head heavier. `--only bootstrap` measures one group and loads no model.
+writes `benchmark.json` and `benchmark.md`, again after each group, and prints the table. CPU time is the process's own,
+all threads together; the two sides of a ratio alternate, so a busy machine slows both. `--rounds`, `--documents` and
+`--layers` set the size: fewer layers make it quick and the vocabulary head heavier. `--only bootstrap` measures one
+group and loads no model.
+
+Memory is the peak of what is resident (VmHWM), set back once the model is loaded and unused memory given back, for
+loading needs more than scoring and would hide it. Where the system cannot set it back there is no figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import json
 import math
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pd_rerank._extras import need
+from pd_rerank.errors import MissingExtra
+from pd_rerank.files import versions, write_json
+
 Measured = Mapping[str, list[float]]
+Cases = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +79,50 @@ FUSION_RATIOS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """What is measured by itself: its ratios, what makes its cases, and the modules that takes, each with its extra."""
+
+    ratios: tuple[Ratio, ...]
+    make: Callable[[argparse.Namespace], Cases]
+    needs: Mapping[str, str]
+
+
 def main() -> int:
     args = arguments()
     if args.scale_probe:
         print(json.dumps(scale_probe(args)))
         return 0
+    chosen = {name: group for name, group in groups().items() if args.only in (None, name)}
+    try:
+        for name, group in chosen.items():
+            for module, extra in group.needs.items():
+                need(module, extra=extra, purpose=f"the group '{name}' is measured against or with '{module}'")
+    except MissingExtra as error:
+        print(f"error: {error}; or measure other groups with --only", file=sys.stderr)
+        return error.exit_code
     times: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
-    for name, (ratios, make) in groups().items():
-        if args.only in (None, name):
-            times |= alternate(make(args), rounds=args.rounds)
-            rows += [ratio_row(ratio, times) for ratio in ratios]
-    if args.only in (None, "scoring") and not args.skip_scale:
-        rows += scale_rows(args)
-    report(args, times, rows)
+    memory: dict[str, list[dict[str, float]]] = {}
+    for group in chosen.values():
+        times |= alternate(group.make(args), rounds=args.rounds)
+        rows += [ratio_row(ratio, times) for ratio in group.ratios]
+        report(args, times, rows, memory)
+    if "scoring" in chosen and not args.skip_scale:
+        memory |= scale_probes(args)
+        rows += scale_rows(memory)
+        report(args, times, rows, memory)
+    print((args.output / "benchmark.md").read_text(encoding="utf-8"))
     return 0
 
 
-def groups() -> dict[str, tuple[tuple[Ratio, ...], Callable[[argparse.Namespace], Mapping[str, Callable[[], Any]]]]]:
-    """What can be measured by itself: a group's ratios and what makes its cases."""
+def groups() -> dict[str, Group]:
+    """What can be measured by itself, by name."""
     return {
-        "scoring": (RATIOS, cases),
-        "bootstrap": (BOOTSTRAP_RATIOS, bootstrap_cases),
-        "stability": (STABILITY_RATIOS, stability_cases),
-        "fusion": (FUSION_RATIOS, fusion_cases),
+        "scoring": Group(ratios=RATIOS, make=cases, needs={"torch": "hf", "transformers": "hf"}),
+        "bootstrap": Group(ratios=BOOTSTRAP_RATIOS, make=bootstrap_cases, needs={}),
+        "stability": Group(ratios=STABILITY_RATIOS, make=stability_cases, needs={"scipy": "eval"}),
+        "fusion": Group(ratios=FUSION_RATIOS, make=fusion_cases, needs={"ranx": "eval"}),
     }
 
 
@@ -138,7 +169,7 @@ def documents(tokenizer: Any, *, count: int, tokens: int) -> list[str]:
     return [" ".join(words[(i * 37 + j) % len(words)] for j in range(length)) for i in range(count)]
 
 
-def cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+def cases(args: argparse.Namespace) -> Cases:
     """The things timed, by name; every one is a call without arguments."""
     import torch
 
@@ -194,7 +225,7 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     }
 
 
-def fusion_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+def fusion_cases(args: argparse.Namespace) -> Cases:
     """The NevIR paper's fusion of 3 routes x 5,000 queries x 150 hits; ranx compiled and warm, its weighted sum."""
     import numpy as np
     import ranx
@@ -269,7 +300,7 @@ class _NoForward:
         return {}
 
 
-def bootstrap_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+def bootstrap_cases(args: argparse.Namespace) -> Cases:
     """Both bootstraps against the way one would write them first; each side gives the same interval."""
     import numpy as np
 
@@ -299,7 +330,7 @@ def bootstrap_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     }
 
 
-def stability_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+def stability_cases(args: argparse.Namespace) -> Cases:
     """Stability of 1,000 queries x 10 presentations x 100 candidates against loops over pairs of presentations."""
     from itertools import combinations
 
@@ -332,7 +363,7 @@ def stability_cases(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     }
 
 
-def alternate(todo: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, list[float]]:
+def alternate(todo: Cases, *, rounds: int) -> dict[str, list[float]]:
     """CPU seconds of every case, in turn, `rounds` times after one warm-up."""
     times: dict[str, list[float]] = {name: [] for name in todo}
     for turn in range(rounds + 1):
@@ -351,7 +382,7 @@ def alternate(todo: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str
 
 
 def scale_probe(args: argparse.Namespace) -> dict[str, float]:
-    """Score a pool of `scale_probe` documents; CPU seconds of the scoring and peak memory of the process."""
+    """Score a pool of `scale_probe` documents: CPU seconds, and MiB resident after loading and at most from then on."""
     from pd_rerank import Candidate, GradePrompt, Pool, Scoring, score_pools
 
     engine = load(args, layers=args.scale_layers)
@@ -359,29 +390,59 @@ def scale_probe(args: argparse.Namespace) -> dict[str, float]:
     candidates = tuple(Candidate(doc_id=str(i), text=text) for i, text in enumerate(texts))
     pool = Pool(query_id="q", query="how often should a chain be oiled?", candidates=candidates)
     prompt = GradePrompt(engine.tokenizer)
+    loaded = peak_from_now()
     start = time.process_time()
     score_pools([pool], engine=engine, prompt=prompt, scoring=Scoring())
-    return {
-        "cpu_s": time.process_time() - start,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    found = {"cpu_s": time.process_time() - start}
+    if loaded is not None:
+        peak = _status_mib("VmHWM")
+        found |= {"loaded_mib": loaded, "peak_mib": peak, "growth_mib": peak - loaded}
+    return found
 
 
-def scale_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    probes: dict[int, list[dict[str, float]]] = {100: [], 1000: []}
+def peak_from_now() -> float | None:
+    """Give unused memory back, set the peak of the resident memory to what is resident, and return that in MiB.
+
+    None where the system does not let a process do so (Linux does).
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _status_mib("VmRSS")
+
+
+def _status_mib(field: str) -> float:
+    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def scale_probes(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """What `scale_probe` found for 100 and 1,000 documents, in turn, by the number of documents."""
+    probes: dict[str, list[dict[str, float]]] = {"100": [], "1000": []}
     for _ in range(args.rounds):
         for count, found in probes.items():
-            command = [sys.executable, __file__, "--scale-probe", str(count)]
+            command = [sys.executable, __file__, "--scale-probe", count]
             for name in ("model", "tokens", "threads", "dtype", "scale_layers"):
                 command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-            found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            found.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+    return probes
+
+
+def scale_rows(probes: Mapping[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     rows = []
     for name, key, limit in (
         ("CPU time, 1,000 documents / 100", "cpu_s", 11.0),
-        ("peak memory of the process, 1,000 documents / 100", "peak_mib", 1.5),
+        ("peak memory of the process from loading on, 1,000 documents / 100", "peak_mib", 1.5),
+        ("growth of its memory after loading, 1,000 documents / 100", "growth_mib", None),
     ):
-        values = [many[key] / few[key] for many, few in zip(probes[1000], probes[100], strict=True)]
-        rows.append(row(name, values, limit))
+        pairs = [(many, few) for many, few in zip(probes["1000"], probes["100"], strict=True) if key in few]
+        if pairs:
+            rows.append(row(name, [many[key] / max(few[key], 0.1) for many, few in pairs], limit))
     return rows
 
 
@@ -393,7 +454,8 @@ def ratio_row(ratio: Ratio, times: Measured) -> dict[str, Any]:
     return row(ratio.name, values, ratio.limit)
 
 
-def row(name: str, values: list[float], limit: float) -> dict[str, Any]:
+def row(name: str, values: list[float], limit: float | None) -> dict[str, Any]:
+    """One line: median and range, and whether the median is within the limit, where there is one."""
     median = statistics.median(values)
     return {
         "name": name,
@@ -401,29 +463,45 @@ def row(name: str, values: list[float], limit: float) -> dict[str, Any]:
         "low": min(values),
         "high": max(values),
         "limit": limit,
-        "reached": median <= limit,
+        "reached": None if limit is None else median <= limit,
     }
 
 
-def report(args: argparse.Namespace, times: Measured, rows: list[dict[str, Any]]) -> None:
+def report(
+    args: argparse.Namespace,
+    times: Measured,
+    rows: list[dict[str, Any]],
+    memory: Mapping[str, list[dict[str, float]]],
+) -> None:
+    """Write what has been measured so far."""
     setting = {
         **{k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "scale_probe"},
-        "python": platform.python_version(),
         "processor": _processor(),
-        **{name: metadata.version(name) for name in ("torch", "transformers", "rerankers", "pd-rerank")},
+        **versions(("torch", "transformers", "rerankers")),
     }
-    lines = ["| ratio of CPU time | median | range | limit | reached |", "|---|---|---|---|---|"]
+    lines = ["| ratio | median | range | limit | reached |", "|---|---|---|---|---|"]
     for r in rows:
-        spread = f"{r['low']:.3f}–{r['high']:.3f}"
-        mark = "yes" if r["reached"] else "no"
-        lines.append(f"| {r['name']} | {r['median']:.3f} | {spread} | {r['limit']} | {mark} |")
+        mark = {True: "yes", False: "no", None: ""}[r["reached"]]
+        limit = "" if r["limit"] is None else r["limit"]
+        lines.append(f"| {r['name']} | {r['median']:.3f} | {r['low']:.3f}–{r['high']:.3f} | {limit} | {mark} |")
     seconds = ", ".join(f"{name} {statistics.median(values):.3f} s" for name, values in times.items())
-    text = "\n".join(lines) + f"\n\nMedian CPU seconds: {seconds}.\nSetting: {json.dumps(setting)}\n"
+    text = "\n".join(lines) + f"\n\nMedian CPU seconds: {seconds}.\n"
+    for count, found in memory.items():
+        text += f"Memory, {count} documents: {_memory([probe for probe in found if 'peak_mib' in probe])}.\n"
+    text += f"Setting: {json.dumps(setting)}\n"
     args.output.mkdir(parents=True, exist_ok=True)
-    written = {"setting": setting, "ratios": rows, "cpu_seconds": times}
-    (args.output / "benchmark.json").write_text(json.dumps(written, indent=2) + "\n")
-    (args.output / "benchmark.md").write_text(text)
-    print(text)
+    write_json(
+        args.output / "benchmark.json", {"setting": setting, "ratios": rows, "cpu_seconds": times, "scale": memory}
+    )
+    (args.output / "benchmark.md").write_text(text, encoding="utf-8")
+
+
+def _memory(probes: list[dict[str, float]]) -> str:
+    if not probes:
+        return "not measured, this system does not let a process set its peak back"
+    keys = ("loaded_mib", "peak_mib", "growth_mib")
+    loaded, peak, growth = (statistics.median(probe[key] for probe in probes) for key in keys)
+    return f"{loaded:.0f} MiB loaded, at most {peak:.0f} from then on (+{growth:.1f})"
 
 
 def _processor() -> str:
