@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_rerank.engines.fake import FakeTokenizer
+from pd_rerank.engines.fake import FakeEngine, FakeTokenizer
 from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch
-from pd_rerank.prompt import MARKERS, GradePrompt, is_blank, marker, normalise
+from pd_rerank.pool import Candidate, Pool
+from pd_rerank.prompt import MARKERS, MIN_DOC_TOKENS, GradePrompt, is_blank, marker, normalise
 from pd_rerank.rubrics import RUBRICS
+from pd_rerank.scoring import Scoring, score_pools
 from tests import tokenizers_for_tests as kinds
 
 ROOM = 100_000
@@ -225,6 +227,29 @@ def test_the_window_shrinks_before_documents_become_too_short() -> None:
     assert len(sheet.window(range(sheet.width)).token_ids) <= len(around_one) + 100
 
 
+@pytest.mark.parametrize("spare", range(24, 900, 73))
+def test_the_widest_window_that_leaves_documents_enough_is_taken(spare: int) -> None:
+    prompt = GradePrompt(FakeTokenizer(), max_doc_chars=0)
+    room = len(sheet_of(prompt, ["x"]).window([0]).token_ids) + spare
+    sheet = sheet_of(prompt, ["y" * 200] * 30, width=30, room=room)
+    line = len(" \n")
+    fits = [
+        w
+        for w in range(1, 31)
+        if len(sheet_of(prompt, ["y" * (MIN_DOC_TOKENS - line)] * w, width=w).window(range(w)).token_ids) <= room
+    ]
+    assert sheet.width == max(fits, default=1)
+
+
+def test_a_cut_that_somebody_else_asked_the_tokenizer_for_does_not_reach_documents() -> None:
+    mine = tokenizer("byte-level")
+    prompt = GradePrompt(mine)
+    texts = ["a document of many words " * 8] * 3
+    before = sheet_of(prompt, texts).window(range(3)).token_ids
+    mine("something else", truncation=True, max_length=5, padding="max_length")
+    assert sheet_of(prompt, texts).window(range(3)).token_ids.tolist() == before.tolist()
+
+
 def test_a_query_that_leaves_no_room_is_a_clear_error() -> None:
     prompt = GradePrompt(FakeTokenizer())
     with pytest.raises(InvalidData, match=r"leaves no room .* of 700"):
@@ -347,3 +372,35 @@ def test_windows_of_nothing_are_refused() -> None:
         sheet.window(np.array([], dtype=np.int64))
     with pytest.raises(BadArgument, match="width"):
         sheet_of(GradePrompt(FakeTokenizer()), ["x"], width=0)
+
+
+class Counting(FakeTokenizer):
+    """Keeps every text it is asked to encode."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        self.encoded.append(text)
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("presentations", [1, 10])
+def test_a_document_is_tokenised_once_however_often_it_is_presented(presentations: int) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = Counting()
+    prompt = GradePrompt(engine.tokenizer)
+    texts = [f"Document number {i} of them all." for i in range(12)]
+    candidates = tuple(Candidate(doc_id=str(i), text=text) for i, text in enumerate(texts))
+    engine.tokenizer.encoded.clear()
+    score_pools(
+        [Pool(query_id="q", query="why tides?", candidates=candidates)],
+        engine=engine,
+        prompt=prompt,
+        scoring=Scoring(window=5, presentations=presentations),
+    )
+    assert engine.prompts == 3 * presentations
+    assert [sum(text in encoded for encoded in engine.tokenizer.encoded) for text in texts] == [1] * 12
+    assert (
+        len(engine.tokenizer.encoded) < 40
+    )  # what surrounds the documents is tokenised once per width, not per window
