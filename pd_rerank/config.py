@@ -283,3 +283,159 @@ class PoolSettings(Settings):
         if not self.routes:
             raise ValueError("no routes: list them under 'routes' in a config file, or give --run NAME=PATH")
         return self
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------
+
+_WHAT, _HOW, _GATES = "What is evaluated", "How it is measured", "Limits: beyond them the exit code is 7"
+
+_REPORT = "Folder for report.html, report.md, report.json, queries.csv; left out: JSON on stdout."
+_METRICS = "nDCG@10,RR@10,R@100"
+
+
+def _files(help: str) -> Any:
+    return _option(None, help, _WHAT)
+
+
+class EvaluateSettings(Settings):
+    """Everything `pd-rerank evaluate` can be told."""
+
+    run: list[str] | None = _files("TREC run, PATH or NAME=PATH. May be given several times.")
+    scores: list[str] | None = _files("Scores folder, or what 'rerank' wrote; PATH or NAME=PATH.")
+    qrels: Path | None = _files("Judgements: query id, 0, document id, grade.")
+    first_stage: Path | None = _files("What was reranked: a TREC run, or pools.")
+
+    metrics: str = _option(_METRICS, "Metrics between commas, in ranx's, ir_measures' or trec_eval's words.", _HOW)
+    relevance_level: int | None = _option(None, "Lowest relevant grade of metrics other than nDCG.", _HOW, ge=1)
+    readout: Literal["expected", "p_relevant", "argmax"] | None = _option(
+        None, "Of scores; left out: the one they were served with.", _HOW
+    )
+    output: Path | None = _option(None, _REPORT, _OUT)
+
+    @model_validator(mode="after")
+    def _something_judged(self) -> EvaluateSettings:
+        if not self.run and not self.scores:
+            raise ValueError("nothing to evaluate: give --run or --scores")
+        if self.qrels is None:
+            raise ValueError("--qrels is missing: judgements are what rankings are evaluated against")
+        return self
+
+
+class StabilitySettings(Settings):
+    """Everything `pd-rerank stability` can be told."""
+
+    scores: Path | None = _files("Scores folder with several presentations, or what 'rerank' wrote.")
+    runs: list[str] | None = _files("TREC runs of one system, one per presentation: --runs r1.trec r2.trec …")
+    pools: Path | None = _files("Pools that were ranked: checked, and their texts shown.")
+    qrels: Path | None = _files("Judgements, for quality under reordering and thresholds fitted by F1.")
+
+    threshold: str | None = _option(
+        None, "Number, threshold file, f1 or retention=0.3; the last two are fitted on half the queries.", _HOW
+    )
+    top_k: int = _option(10, "Cut of heads, churn and nDCG.", _HOW, ge=1)
+    relevance_level: int = _option(1, "Lowest relevant grade.", _HOW, ge=1)
+    average: int = _option(1, "Measure the mean of so many presentations instead of single ones.", _HOW, ge=1)
+    readout: Literal["expected", "p_relevant", "argmax"] | None = _option(
+        None, "Of scores; left out: the one they were served with.", _HOW
+    )
+
+    max_psi: float | None = _option(None, "Most τ-PSI.", _GATES)
+    min_overlap: float | None = _option(None, "Least overlap of retained sets; needs --threshold.", _GATES)
+    max_set_flip: float | None = _option(None, "Most set flip rate; needs --threshold.", _GATES)
+    max_churn: float | None = _option(None, "Most top-k churn.", _GATES)
+    max_selection_flip: float | None = _option(None, "Most flips of the first ranked.", _GATES)
+    max_pair_flip: float | None = _option(None, "Most flips of the first and last ranked.", _GATES)
+    max_order_spread: float | None = _option(None, "Most mean less worst nDCG; needs --qrels.", _GATES)
+    max_residual: float | None = _option(None, "Most movement against spread (normalised residual).", _GATES)
+
+    output: Path | None = _option(None, _REPORT, _OUT)
+    save_threshold: Path | None = _option(None, "File for the fitted threshold, as 'rerank' takes it.", _OUT)
+
+    @model_validator(mode="after")
+    def _one_system(self) -> StabilitySettings:
+        if (self.scores is None) == (not self.runs):
+            raise ValueError("give --scores, or --runs with one run per presentation")
+        if self.runs and self.readout is not None:
+            raise ValueError("--readout is for scores; runs hold theirs")
+        if self.threshold is None:
+            for name in ("min_overlap", "max_set_flip", "save_threshold"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} needs --threshold")
+        if self.max_order_spread is not None and self.qrels is None:
+            raise ValueError("--max-order-spread needs --qrels")
+        return self
+
+
+class PreferenceSettings(Settings):
+    """Everything `pd-rerank preference` can be told."""
+
+    pairs: Path | None = _files("Labelled pairs, JSONL: id, q1, q2, doc1, doc2, or query, preferred, rejected.")
+    pools: Path | None = _files("Pools that were ranked, in which the passages are found.")
+    scores: Path | None = _files("Scores folder, or what 'rerank' wrote.")
+    run: Path | None = _files("TREC run, instead of scores.")
+    reference: list[str] | None = _files("Scores or run to compare with besides the first stage; PATH or NAME=PATH.")
+
+    source: Literal["prefix", "pair"] = _option(
+        "prefix", "Source group of a pair id: what stands before its last hyphen, or all of it.", _HOW
+    )
+    window: int | None = _option(None, "Rerank the first stage's best so many only, the rest behind them.", _HOW, ge=1)
+    fallback: Literal["query", "passage", "pair"] = _option(
+        "query", "What returns to the first stage where a window lacks a grade.", _HOW
+    )
+    population: Literal["primary", "planned", "with_conflicts"] = _option(
+        "primary", "Directions counted: covered ones without conflict; all planned; or conflicts too.", _HOW
+    )
+    ties: Literal["doc_id", "best", "worst", "expected"] = _option("doc_id", "Rank of tied passages.", _HOW)
+    readout: Literal["expected", "p_relevant", "argmax"] | None = _option(
+        None, "Of scores; left out: the one they were served with.", _HOW
+    )
+
+    min_strict: float | None = _option(None, "Least strict preference.", _GATES)
+    min_both: float | None = _option(None, "Least share of pairs right in both directions.", _GATES)
+    min_mrr: float | None = _option(None, "Least MRR of the preferred passage.", _GATES)
+    min_coverage: float | None = _option(None, "Least share of directions with both passages in the pool.", _GATES)
+
+    output: Path | None = _option(None, _REPORT, _OUT)
+
+    @model_validator(mode="after")
+    def _one_ranker(self) -> PreferenceSettings:
+        for name in ("pairs", "pools"):
+            if getattr(self, name) is None:
+                raise ValueError(f"--{name} is missing: preference needs labelled pairs and the pools that were ranked")
+        if (self.scores is None) == (self.run is None):
+            raise ValueError("give --scores or --run")
+        return self
+
+
+class CompareSettings(Settings):
+    """Everything `pd-rerank compare` can be told beside the systems."""
+
+    systems: list[str] = Field([], description="Systems: scores folders or TREC runs, PATH or NAME=PATH.")
+    baseline: str | None = _files("Name of the system the others are compared with; left out: the first.")
+    qrels: Path | None = _files("Judgements, for quality.")
+    pools: Path | None = _files("Pools that were ranked; checked.")
+    pairs: Path | None = _files("Labelled pairs, for preference and position; needs --pools.")
+
+    metrics: str = _option("nDCG@10", "Metrics between commas; the first is drawn against stability.", _HOW)
+    relevance_level: int | None = _option(None, "Lowest relevant grade of metrics other than nDCG.", _HOW, ge=1)
+    threshold: str | None = _option(
+        None,
+        "Number, threshold file, f1, retention=0.3, or matched: all retain what the baseline does at its F1 threshold.",
+        _HOW,
+    )
+    top_k: int = _option(10, "Cut of heads, churn and nDCG under reordering.", _HOW, ge=1)
+    source: Literal["prefix", "pair"] = _option(
+        "prefix", "Source group of a pair id: what stands before its last hyphen, or all of it.", _HOW
+    )
+    readout: Literal["expected", "p_relevant", "argmax"] | None = _option(
+        None, "Of scores; left out: the one they were served with.", _HOW
+    )
+    output: Path | None = _option(None, _REPORT, _OUT)
+
+    @model_validator(mode="after")
+    def _something_compared(self) -> CompareSettings:
+        if len(self.systems) < 2:
+            raise ValueError(f"a comparison needs two systems, PATH or NAME=PATH, or more; got {len(self.systems)}")
+        if self.pairs is not None and self.pools is None:
+            raise ValueError("--pairs needs --pools, in which its passages are found")
+        return self

@@ -29,6 +29,10 @@ COMMANDS = {
     "index": ("pd_rerank.cli.index", "Index a corpus for BM25, dense or learned-sparse search."),
     "pool": ("pd_rerank.cli.pool", "Make candidate pools from indexes and runs; check and convert pools."),
     "rerank": ("pd_rerank.cli.rerank", "Rerank a TREC run or a set of pools with a model."),
+    "evaluate": ("pd_rerank.cli.evaluate", "Evaluate runs or scores against judgements."),
+    "stability": ("pd_rerank.cli.stability", "Measure what changes when candidates arrive in another order."),
+    "preference": ("pd_rerank.cli.preference", "Measure preference and position on labelled pairs."),
+    "compare": ("pd_rerank.cli.compare", "Compare systems in quality, stability and preference."),
     "doctor": ("pd_rerank.cli.doctor", "Show the environment; with a model, prove that it can be read."),
     "demo": ("pd_rerank.cli.demo", "See what candidate order does to a small model's decisions."),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from pd_rerank.errors import BadArgument, PdRerankError
 from pd_rerank.evaluation.report import Section, Table, defined
@@ -26,11 +27,9 @@ class Gate:
     option: str
     figure: str
     limit: float
-    kind: str
+    kind: Literal["most", "least"]
 
     def __post_init__(self) -> None:
-        if self.kind not in ("most", "least"):
-            raise BadArgument(f"{self.option}: a limit is the most or the least, got '{self.kind}'")
         if not math.isfinite(self.limit):
             raise BadArgument(f"{self.option} is a finite number, got {self.limit}")
 
@@ -62,6 +61,20 @@ class Checked:
             return f"{gate.option}: nothing has {gate.figure}, so that the limit cannot be shown to hold"
         names = ", ".join(f"'{unit}' {value:.4g}" for unit, value in self.worst)
         return f"{gate.figure} is {self.value:.4g}, {gate.option} {gate.limit:g} is the {gate.kind} (worst: {names})"
+
+
+def gates_of(figures: Mapping[str, str], options: Mapping[str, Any]) -> list[Gate]:
+    """The gates among `options`: those of the names in `figures` (`max_…` or `min_…`) that are not None."""
+    return [
+        Gate(
+            option=f"--{name.replace('_', '-')}",
+            figure=figure,
+            limit=float(options[name]),
+            kind="most" if name.startswith("max_") else "least",
+        )
+        for name, figure in figures.items()
+        if options.get(name) is not None
+    ]
 
 
 def check(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pd_rerank._extras import need
-from pd_rerank.files import whole_file, whole_folder, write_json
+from pd_rerank.evaluation.resampling import Interval, paired_bootstrap
+from pd_rerank.files import check_folder, whole_file, whole_folder, write_json
 
 Cell = str | float | int | None
 
@@ -80,16 +81,49 @@ class Report:
     queries: tuple[Query, ...] = ()
 
 
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def interval_row(name: str, found: Interval, note: str = "") -> Row:
+    """A figure with the interval that resampling gave it."""
+    return Row(name=name, value=found.estimate, low=found.low, high=found.high, n=found.n, note=note)
+
+
+def mean_row(name: str, values: Iterable[float], note: str = "") -> Row:
+    """The mean over the queries that have the figure, queries resampled; NaN ones are left out and counted."""
+    every = list(values)
+    there = [value for value in every if not math.isnan(value)]
+    if len(there) < len(every):
+        note = f"{note}{'; ' if note else ''}undefined for {len(every) - len(there)}"
+    return interval_row(name, paired_bootstrap(there), note) if there else Row(name=name, value=None, n=0, note=note)
+
+
+def beginning(text: str, most: int = 160) -> str:
+    """The start of a text on one line, fit for any file."""
+    line = " ".join(text[: 4 * most].split()).encode("utf-8", "replace").decode()
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def some(ids: Sequence[str], most: int = 10) -> str:
+    """The first few ids, quoted, for a sentence."""
+    return ", ".join(f"'{name}'" for name in ids[:most]) + (", …" if len(ids) > most else "")
+
+
 def defined(value: float | None) -> float | None:
     """`value`, or None where it is NaN or infinite: what JSON can carry."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def shown(value: Cell) -> str:
-    """A cell as a reader sees it: whole numbers whole, others with four decimals, – for nothing."""
+    """A cell as a reader sees it: whole numbers whole, others with four decimals or two digits, – for nothing."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1e}" if 1e-12 < abs(value) < 5e-5 else f"{value:.4f}".replace("-0.0000", "0.0000")
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -124,12 +158,18 @@ def as_markdown(report: Report) -> str:
     return "\n".join(_markdown(report)) + "\n"
 
 
+def check_destination(folder: str | Path) -> None:
+    """Find out before any work whether a report with pictures can be drawn and written into `folder`."""
+    check_folder(folder, holds=FILES)
+    need("jinja2", extra="eval", purpose="reports are laid out with 'jinja2'")
+    need("matplotlib", extra="eval", purpose="reports are drawn with 'matplotlib'")
+
+
 def write_report(report: Report, folder: str | Path) -> None:
     """Write report.json, report.md, queries.csv and report.html into `folder`, whole or not at all.
 
     A folder that holds anything else is refused. The page needs jinja2 (extra eval).
     """
-    need("jinja2", extra="eval")
     from pd_rerank.evaluation.page import page
 
     with whole_folder(folder, holds=FILES) as fresh:

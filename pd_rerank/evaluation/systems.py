@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from pd_rerank.decisions import Threshold, scored_by
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource
 from pd_rerank.evaluation.presentations import Presentations, presentations_of_runs
 from pd_rerank.evaluation.ranking import Ranking, Run
@@ -45,6 +46,11 @@ class System:
         """K, the most presentations any query has."""
         return max((table.presentations for table in self.tables), default=len(self.runs))
 
+    @property
+    def top_grade(self) -> int | None:
+        """The grade that a score of 1 stands for; None where scores are no grades."""
+        return self.tables[0].grades.shape[2] - 1 if self.tables and self.readout != "p_relevant" else None
+
     def rankings(self) -> list[Run]:
         """What it ranks: the one served ranking of score tables, or each of the runs."""
         if self.tables:
@@ -60,16 +66,42 @@ class System:
             raise BadArgument(f"'{self.name}' is {len(self.runs)} runs, one per presentation; name one of them")
         return {query_id: {hit.doc_id: hit.score for hit in hits} for query_id, hits in self.runs[0].items()}
 
-    def shown(self) -> list[Presentations]:
-        """Its queries under their presentations; a single one is `InvalidData`, for nothing can differ from it."""
-        if self.presentations < 2:
-            cure = "give a run for each presentation" if self.runs else "rerank with --presentations 2 or more"
+    def shown(self, *, average: int = 1) -> list[Presentations]:
+        """Its queries under their presentations, or under the means of every `average` of them.
+
+        A single one is `InvalidData`: nothing can differ from it.
+        """
+        if self.presentations < 2 * average:
+            cure = "give a run for each presentation" if self.runs else "rerank with more --presentations"
             raise InvalidData(
-                f"'{self.name}' holds one presentation, so that nothing can change with the order; {cure}"
+                f"'{self.name}' has {self.presentations} presentations, and it takes {2 * average} to see what changes "
+                f"with the order; {cure}"
             )
         if self.tables:
-            return [Presentations.of_table(t, self.readout, residual=self.residual) for t in self.tables]
-        return presentations_of_runs(self.runs)
+            shown = [Presentations.of_table(t, self.readout, residual=self.residual) for t in self.tables]
+        else:
+            shown = presentations_of_runs(self.runs)
+        return shown if average == 1 else [query.averaged(average) for query in shown]
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """Model, adapter and prompt template of its scores: what a threshold fitted on them records."""
+        return scored_by(self.record.get("engine") or {}, self.record.get("prompt") or {})
+
+    def check_threshold(self, threshold: Threshold) -> None:
+        """Refuse a threshold from a file that was fitted on another readout, model, adapter or template."""
+        if not self.tables:
+            return
+        if threshold.readout != self.readout:
+            raise BadArgument(
+                f"the threshold is of readout '{threshold.readout}', '{self.name}' is read as '{self.readout}'; "
+                f"give --readout {threshold.readout} or another threshold"
+            )
+        threshold.check(self.context)
+
+    def stamp(self, threshold: Threshold) -> Threshold:
+        """A threshold fitted on this system, with what `check_threshold` compares."""
+        return replace(threshold, readout=self.readout, context=self.context) if self.tables else threshold
 
     def check_pools(self, pools: Sequence[Pool]) -> None:
         """Refuse output of other pools: score tables by their recorded hash, runs by queries and documents."""
