@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from pd_rerank.errors import BadArgument, MissingResource
+from pd_rerank.errors import BadArgument, MissingResource, near_names
 
 
 class Settings(BaseModel):
@@ -47,6 +46,8 @@ def read(model: type[Settings], path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise MissingResource(f"no config file {path}") from error
+    except IsADirectoryError as error:
+        raise BadArgument(f"{path} is a folder; name a config file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadArgument(f"{path} is not YAML: {error}") from error
     if data is None:
@@ -57,14 +58,9 @@ def read(model: type[Settings], path: Path) -> dict[str, Any]:
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in model.model_fields:
-            raise BadArgument(f"{path}: unknown key '{key}'; {_near(name, list(model.model_fields))}")
+            raise BadArgument(f"{path}: unknown key '{key}'; {near_names(name, model.model_fields)}")
         values[name] = value
     return values
-
-
-def _near(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
 
 
 def _sentence(error: Any) -> str:
@@ -84,6 +80,11 @@ def _sentence(error: Any) -> str:
 def _spelling(value: Any) -> Any:
     """round-robin and round_robin are one word."""
     return value.replace("-", "_") if isinstance(value, str) else value
+
+
+def _as_typed(value: Any) -> Any:
+    """A file's number as it would be typed."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _option(default: Any, help: str, panel: str, **limits: Any) -> Any:
@@ -111,7 +112,8 @@ class RerankSettings(Settings):
 
     model: str = _option("smollm2-135m", "Short name, folder or hub id of a causal LM.", _MODEL)
     adapter: str | None = _option(None, "LoRA adapter: folder or hub id.", _MODEL)
-    check_template: bool = _option(True, "Refuse an adapter trained with another prompt.", _MODEL)
+    merge_adapter: bool | None = _option(None, "Fold the adapter into the weights.", _MODEL)
+    check_template: bool = _option(True, "Refuse an adapter or threshold made with another prompt.", _MODEL)
     engine: Literal["hf", "fake"] = _option(
         "hf", "hf: transformers. fake: no model, grades by word overlap, for trying out files.", _MODEL
     )
@@ -119,6 +121,9 @@ class RerankSettings(Settings):
         None, "Precision of the weights; left out: auto.", _MODEL
     )
     device: str | None = _option(None, "cpu, cuda, cuda:1, mps; left out: the best there is.", _MODEL)
+    device_map: str | None = _option(None, "Spread the model over devices, as accelerate does: auto.", _MODEL)
+    revision: str | None = _option(None, "Branch, tag or commit of a model on the hub.", _MODEL)
+    trust_remote_code: bool | None = _option(None, "Run code that comes with the model.", _MODEL)
     batch_tokens: int | None = _option(None, "Tokens per batch on an accelerator.", _MODEL, ge=1)
     share_prefix: bool | None = _option(None, "Compute what prompts of a query share once.", _MODEL)
     max_length: int | None = _option(None, "Longest prompt in tokens; left out: the model's.", _MODEL, ge=1)
@@ -129,6 +134,7 @@ class RerankSettings(Settings):
     instruction: str | None = _option(None, "Replaces the rubric's instruction.", _PROMPT)
     markers: str = _option("numeric", "How documents are marked: numeric, alpha, doc_n, roman, rand3.", _PROMPT)
     placeholder: str = _option("0", "What stands where a grade would.", _PROMPT)
+    chat: bool | None = _option(None, "Chat template, or a plain prompt; left out: where there is one.", _PROMPT)
     max_doc_chars: int | None = _option(
         None, "Characters kept per document; 0: all; left out: the rubric's.", _PROMPT, ge=0
     )
@@ -152,7 +158,9 @@ class RerankSettings(Settings):
     )
     calibration: Literal["none", "capcal"] = _option("none", "Correct by a prompt of empty documents.", _READ)
     residual: Path | None = _option(None, "Slot residuals (JSON) taken off the scores.", _READ)
-    threshold: Path | None = _option(None, "Threshold (JSON); marks each candidate retained or not.", _READ)
+    threshold: Annotated[str | None, BeforeValidator(_as_typed)] = _option(
+        None, "A number, or a threshold's file (JSON); marks each candidate retained or not.", _READ
+    )
 
     output: Path | None = _option(None, "Folder for run.trec, results.jsonl, scores/, manifest.json.", _OUT)
     top_k: int | None = _option(None, "Only the best candidates are written.", _OUT, ge=1)
@@ -172,6 +180,8 @@ class RerankSettings(Settings):
             raise ValueError(f"nothing to rerank: give --pools, or --run, --corpus and --topics ({lacking} missing)")
         if self.settle and self.presentations < 3:
             raise ValueError("--settle needs --presentations 3 or more, the most a query may take")
+        if self.residual is not None and self.calibration != "none":
+            raise ValueError("--residual and --calibration correct the same thing; choose one")
         if self.settle and self.threshold is None and self.top_k is None:
             raise ValueError("--settle needs a decision: give --threshold or --top-k")
         return self
@@ -225,7 +235,7 @@ class RouteSettings(Settings):
             raise ValueError("a route is a list of 'key: value' lines")
         spelt = {str(key).replace("-", "_"): value for key, value in values.items()}
         if unknown := [key for key in spelt if key not in cls.model_fields]:
-            raise ValueError(f"unknown key '{unknown[0]}'; {_near(unknown[0], list(cls.model_fields))}")
+            raise ValueError(f"unknown key '{unknown[0]}'; {near_names(unknown[0], cls.model_fields)}")
         return spelt
 
     @model_validator(mode="after")

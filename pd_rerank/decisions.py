@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from pd_rerank.errors import BadArgument, InvalidData
+from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch
 from pd_rerank.files import read_json, write_json
-from pd_rerank.scores import Readout, Scores, ScoreTable, SlotResidual
+from pd_rerank.scores import READOUTS, Readout, Scores, ScoreTable, SlotResidual
 
 Mask = npt.NDArray[np.bool_]
 Qrels = Mapping[str, Mapping[str, int]]
+Objective = Literal["f1", "retention", "given"]
 
 GRID = 41
 """Points of the threshold grid (method, section 5.3)."""
+
+
+SCORED_BY = ("model", "adapter", "template_hash")
+"""What scores must share for one threshold to mean the same on them."""
+
+
+def scored_by(engine: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Model, adapter and prompt template, from what an engine and a prompt `describe`: a threshold's `context`."""
+    adapter = engine.get("adapter")
+    return {
+        "model": engine.get("model"),
+        "adapter": adapter.get("source") if isinstance(adapter, Mapping) else adapter,
+        "template_hash": prompt.get("template_hash"),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +44,40 @@ class Threshold:
     """A score from which a candidate is kept (score >= value), fitted once and frozen.
 
     `objective` is "f1", "retention" or "given"; `reached` is what the objective came to on the `n_queries`
-    it was fitted on; `readout` says which score it applies to; `context` records model and template.
+    it was fitted on; `readout` says which score it applies to; `context` records model, adapter and template
+    (`scored_by`), which `check` compares.
     """
 
     value: float
-    objective: Literal["f1", "retention", "given"] = "given"
+    objective: Objective = "given"
     reached: float | None = None
     n_queries: int = 0
     readout: Readout = "expected"
     context: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise BadArgument(f"a threshold is a finite number, got {self.value}")
+        if not _number(self.value) or not math.isfinite(self.value):
+            raise BadArgument(f"a threshold is a finite number, got {self.value!r}")
+        for name, value, known in (
+            ("objective", self.objective, get_args(Objective)),
+            ("readout", self.readout, READOUTS),
+        ):
+            if value not in known:
+                raise BadArgument(f"unknown {name} {value!r} of a threshold; choose one of {', '.join(known)}")
+        if self.reached is not None and not _number(self.reached):
+            raise BadArgument(f"what a threshold reached is a number, got {self.reached!r}")
+        if not isinstance(self.n_queries, int) or not isinstance(self.context, Mapping):
+            raise BadArgument("a threshold has a whole number of queries and a mapping as context")
+
+    def check(self, context: Mapping[str, Any]) -> None:
+        """Refuse scores of another model, adapter or prompt template than this was fitted on, where it records them."""
+        other = [name for name in SCORED_BY if name in self.context and self.context[name] != context.get(name)]
+        if other:
+            told = "; ".join(f"{name} {self.context[name]} there, {context.get(name)} here" for name in other)
+            raise ModelMismatch(
+                f"the threshold {self.value:.4g} was fitted on other scores ({told}); fit it again on a dev split of "
+                "these, or pass check_template=False to override"
+            )
 
     def retain(self, scores: Scores) -> Mask:
         """Which of `scores` (any shape) are kept; a missing score (NaN) is never kept."""
@@ -91,15 +129,39 @@ class Threshold:
         write_json(path, asdict(self))
 
     @classmethod
+    def of(cls, given: Threshold | float | str | Path, readout: Readout) -> Threshold:
+        """A threshold for scores read as `readout`: a number (one written out too), a `Threshold` or its file."""
+        if isinstance(given, str):
+            with suppress(ValueError):
+                given = float(given)
+        if _number(given):
+            return cls(value=float(given), readout=readout)  # type: ignore[arg-type]
+        if isinstance(given, str | Path):
+            chosen, name = cls.load(given), str(given)
+        elif isinstance(given, cls):
+            chosen, name = given, "the threshold"
+        else:
+            raise BadArgument(f"a threshold is a number, a Threshold or its file, got {given!r}")
+        if chosen.readout != readout:
+            raise BadArgument(
+                f"{name} was fitted on readout '{chosen.readout}', asked for is '{readout}'; ask for "
+                f"'{chosen.readout}', or fit one anew"
+            )
+        return chosen
+
+    @classmethod
     def load(cls, path: str | Path) -> Threshold:
         """Read what `save` wrote; a file of another shape is `InvalidData`."""
         data = read_json(path)
-        if not isinstance(data, dict) or not isinstance(data.get("value"), int | float):
+        if not isinstance(data, dict) or "value" not in data:
             raise InvalidData(f"{path} is not a threshold file: it has no number under 'value'")
         unknown = set(data) - set(cls.__dataclass_fields__)
         if unknown:
             raise InvalidData(f"{path}: unknown threshold fields {', '.join(sorted(unknown))}")
-        return cls(**data)
+        try:
+            return cls(**data)
+        except BadArgument as error:
+            raise InvalidData(f"{path}: {error}") from error
 
 
 def fit_f1(
@@ -197,6 +259,14 @@ class Settle:
         if self.first < 2 or self.step < 1 or self.tolerance < 0:
             raise BadArgument("Settle needs first >= 2, step >= 1 and tolerance >= 0")
 
+    def check(self, presentations: int) -> None:
+        """Refuse a most of `presentations` that leaves nothing to save."""
+        if presentations <= self.first:
+            raise BadArgument(
+                f"settle needs presentations of at least {self.first + 1}, the most a query may take; got "
+                f"{presentations}"
+            )
+
     def expected_changes(self, scores: Scores) -> float:
         """The expected number of candidates on the wrong side, from scores (K, n); infinite while K < first."""
         if scores.shape[0] < self.first:
@@ -229,6 +299,10 @@ class Settle:
             return None
         ordered = np.sort(mean)[::-1]
         return float((ordered[self.top_k - 1] + ordered[self.top_k]) / 2)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _graded(scores: Scores) -> tuple[Scores, npt.NDArray[np.int64]]:

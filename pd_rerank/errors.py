@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
 
 class PdRerankError(Exception):
     """Any failure pd_rerank foresees; the message names the thing, the place and the cure."""
@@ -46,3 +51,15 @@ class EngineFailure(PdRerankError):
     """The engine could not compute what was asked of it."""
 
     exit_code = 6
+
+
+def whole(value: Any) -> bool:
+    """Whether a value is a whole number, Python's or numpy's; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: those that resemble it, else all there are."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"

@@ -6,10 +6,15 @@ written from them: what they hold depends on pools and settings alone, never on 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ import numpy as np
 from pd_rerank import windows
 from pd_rerank.decisions import Settle, Threshold
 from pd_rerank.engines.base import Engine
-from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, ModelMismatch
+from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch
 from pd_rerank.files import (
     manifest,
     read_json,
@@ -33,11 +38,15 @@ from pd_rerank.prompt import GradePrompt
 from pd_rerank.scores import Readout, ScoreTable, SlotResidual, read_scores, write_scores
 from pd_rerank.scoring import Scoring, score_pools
 
+if sys.platform != "win32":  # there two processes in one folder are the user's own care
+    import fcntl
+
 logger = logging.getLogger("pd_rerank")
 
 _RUN, _RESULTS, _SCORES, _MANIFEST, _SHARDS = "run.trec", "results.jsonl", "scores", "manifest.json", "shards"
 _OURS = (_RUN, _RESULTS, _SCORES, _MANIFEST, _SHARDS)
-_HASHED = (_RUN, _RESULTS, f"{_SCORES}/scores.npz", f"{_SCORES}/run.json")
+_SCORE_FILES = (f"{_SCORES}/scores.npz", f"{_SCORES}/run.json")
+_HASHED = (_RUN, _RESULTS, *_SCORE_FILES)
 
 _QUERY_FAULTS = (InvalidData, ModelMismatch, EngineFailure)
 """What one query's text or the engine's trouble with it can raise; other queries may still be scored."""
@@ -48,9 +57,11 @@ OnWindows = Callable[[int], None]
 class RerankJob:
     """One set of pools, one way of scoring and one folder for the results.
 
-    `settings` is what results depend on, as plain values; the pools' hash is added. A folder that holds a job with
-    other settings is refused, with the settings that differ, unless `overwrite` clears our files from it.
-    Ids that a run file cannot hold are refused here, before anything is scored.
+    `settings` is what scores depend on, as plain values; the pools' hash is added, and with `settle` what it decides
+    by. A folder that holds a job with other settings is refused, with the settings that differ, unless `overwrite`
+    clears our files from it once scoring starts. What only shapes the results (readout, residual, threshold, and
+    `tag` and `top_k` of `write`) may change: the scores there are taken, and the results written again.
+    Ids that a run file cannot hold, and a folder that cannot be written, are refused here, before anything is scored.
     """
 
     def __init__(
@@ -65,6 +76,8 @@ class RerankJob:
         threshold: Threshold | None = None,
         settle: Settle | None = None,
         shard_size: int = 16,
+        tag: str = "pd_rerank",
+        top_k: int | None = None,
         overwrite: bool = False,
     ) -> None:
         for pool in pools:
@@ -78,15 +91,33 @@ class RerankJob:
         self.residual = residual
         self.threshold = threshold
         self.settle = settle
-        self.settings = _plain({**settings, "shard_size": shard_size, "pools_sha256": pools_sha256(pools)})
+        self.tag = tag
+        self.top_k = top_k
+        self.shard_size = shard_size
+        shown = {"readout": readout, "residual": residual and asdict(residual)}
+        stops = {} if settle is None else {"settle": asdict(settle), "settled_by": shown}
+        self.settings = _plain({**settings, **stops, "pools_sha256": pools_sha256(pools)})
+        self.shown = _plain({**shown, "threshold": threshold and asdict(threshold), "tag": tag, "top_k": top_k})
         self.failed: dict[str, str] = {}
-        self._shards = [pools[i : i + shard_size] for i in range(0, len(pools), shard_size)]
         self._tables: dict[str, ScoreTable] = {}
-        if overwrite:
-            self._clear()
-        self.finished = self._look()
+        self._loaded: dict[str, Any] | None = None
+        self._kept = False
+        self._overwrite = overwrite
+        self._lock: int | None = None
+        self._writable()
+        self.finished = False if overwrite else self._look()
 
     # -- what is there already --------------------------------------------------------------------------------
+
+    def _writable(self) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise BadArgument(f"{self.folder} is a file; name a folder for the results")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise BadArgument(f"{self.folder} cannot be written ({error.strerror}); name another folder") from error
 
     def _clear(self) -> None:
         for name in _OURS:
@@ -97,47 +128,55 @@ class RerankJob:
                 path.unlink(missing_ok=True)
 
     def _look(self) -> bool:
-        """Compare with the job the folder holds, if any; take over its shards; say whether it is finished."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise BadArgument(f"{self.folder} is a file; name a folder for the results")
+        """Compare with the job the folder holds, if any; take over its scores; say whether nothing is left to do."""
+        self._tables.clear()
+        self.failed.clear()
         if (self.folder / _MANIFEST).exists():
-            record = read_json(self.folder / _MANIFEST)
+            record = _record(self.folder / _MANIFEST)
             self._same(record.get("settings"), self.settings)
             if not record.get("failed"):
-                return self._unchanged(record)
+                return self._take_whole(record)
         elif not (self.folder / _SHARDS / "settings.json").exists():
             mine = [name for name in _OURS if (self.folder / name).exists() and name != _SHARDS]
             if mine:
                 raise BadArgument(f"{self.folder} holds a {mine[0]} of something else; name another folder")
             return False
         else:
-            self._same(read_json(self.folder / _SHARDS / "settings.json").get("settings"), self.settings)
-        killed = [path for name in _OURS for path in self.folder.glob(f".{name}.*")]
-        for half in (*killed, *(self.folder / _SHARDS).glob(".*")):
-            shutil.rmtree(half) if half.is_dir() else half.unlink()
-        for i in range(len(self._shards)):
-            self._take_over(self._shard(i))
+            self._same(_record(self.folder / _SHARDS / "settings.json").get("settings"), self.settings)
+        if (begun := self.folder / _SHARDS / "settings.json").exists():
+            self._loaded = _record(begun).get("loaded")
+        for shard in self._shards():
+            self._take_over(shard)
         return False
 
+    def _shards(self) -> list[Path]:
+        folder = self.folder / _SHARDS
+        return sorted(path for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+
     def _take_over(self, shard: Path) -> None:
-        if not shard.is_dir():
-            return
         try:
             tables, run = read_scores(shard)
-        except InvalidData as error:
-            logger.warning("%s; its queries are scored again", error)
-            shutil.rmtree(shard)
+            failed = dict(run["failed"])
+        except (InvalidData, MissingResource, KeyError, TypeError, ValueError) as error:
+            logger.warning("%s; the queries of %s are scored again", error, shard)
             return
         self._tables.update({table.query_id: table for table in tables})
-        self.failed.update(run["failed"])
+        self.failed = {qid: why for qid, why in (self.failed | failed).items() if qid not in self._tables}
 
-    def _unchanged(self, record: Mapping[str, Any]) -> bool:
-        for name, want in record["sha256"].items():
+    def _take_whole(self, record: Mapping[str, Any]) -> bool:
+        """Take over a finished job: unchanged where its results are shown the same way, else to be written again."""
+        same = bool(record.get("shown") == self.shown)
+        hashes = record.get("sha256")
+        for name in _HASHED if same else _SCORE_FILES:
             path = self.folder / name
+            want = hashes.get(name) if isinstance(hashes, dict) else None
             if not path.is_file() or sha256_file(path) != want:
                 raise InvalidData(f"{path} is not what {_MANIFEST} records; overwrite the job or name another folder")
-        shutil.rmtree(self.folder / _SHARDS, ignore_errors=True)
-        return True
+        if not same:
+            tables, _ = read_scores(self.folder / _SCORES)
+            self._tables.update({table.query_id: table for table in tables})
+            self._loaded, self._kept = record.get("loaded"), True
+        return same
 
     def _same(self, there: Any, here: Mapping[str, Any]) -> None:
         differing = list(_differences(there, here))
@@ -148,13 +187,15 @@ class RerankJob:
                 "name another folder, or overwrite it (--overwrite)"
             )
 
-    def _shard(self, i: int) -> Path:
-        return self.folder / _SHARDS / f"{i:06d}"
-
     @property
     def done(self) -> int:
         """How many queries are scored."""
         return len(self._tables)
+
+    @property
+    def scored(self) -> bool:
+        """Whether every query has its scores, so that only results are to be written."""
+        return not self._overwrite and len(self._tables) == len(self.pools) and self._loaded is not None
 
     @property
     def windows_done(self) -> int:
@@ -166,33 +207,79 @@ class RerankJob:
         """About how many windows the whole job takes; fewer where presentations settle early."""
         return sum(windows_of(pool, self.scoring) for pool in self.pools)
 
+    # -- one process at a time --------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Keep other processes out of the folder until results are written; the system frees it when a process dies."""
+        if self._lock is not None or sys.platform == "win32":
+            return
+        lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise BadArgument(
+                    f"another process is working in {self.folder}; wait for it, or name another folder"
+                ) from None
+            logger.debug("%s cannot be locked (%s)", self.folder, error)
+            return
+        self._lock = lock
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _start(self) -> bool:
+        """Hold the folder, clear what a killed process left half written, and look again; whether all is done."""
+        self._hold()
+        if self._overwrite:
+            self._clear()
+            self._overwrite = False
+        killed = [path for name in _OURS for path in self.folder.glob(f".{name}.*")]
+        for half in (*killed, *(self.folder / _SHARDS).glob(".*")):
+            shutil.rmtree(half) if half.is_dir() else half.unlink()
+        self.finished = self._look()
+        return self.finished
+
     # -- scoring ----------------------------------------------------------------------------------------------
 
     def score(self, *, engine: Engine, prompt: GradePrompt, on_windows: OnWindows | None = None) -> None:
         """Score what no shard holds yet, queries that failed before included; each shard is on disk before the next.
 
         A query that cannot be scored is put into `failed` with the reason. Where the engine fails on a whole shard
-        before it has scored anything at all, its error is raised.
+        before it has scored anything at all, its error is raised. Another process in the same folder is a
+        `BadArgument`; the folder is held until `write` is done.
         """
+        try:
+            if not self._start():
+                self._fill(engine=engine, prompt=prompt, on_windows=on_windows)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _fill(self, *, engine: Engine, prompt: GradePrompt, on_windows: OnWindows | None) -> None:
         loaded = _plain({"engine": engine.describe(), "prompt": prompt.describe()})
         record = self.folder / _SHARDS / "settings.json"
         if record.exists():
-            self._same(read_json(record).get("loaded"), loaded)
+            self._same(_record(record).get("loaded"), loaded)
         else:
             write_json(record, {"settings": self.settings, "loaded": loaded})
-        for i, pools in enumerate(self._shards):
-            todo = [pool for pool in pools if pool.query_id not in self._tables]
-            if not todo:
-                continue
+        self._loaded = loaded
+        todo = [pool for pool in self.pools if pool.query_id not in self._tables]
+        taken = [int(shard.name) for shard in self._shards()]
+        first = max(taken, default=-1) + 1
+        for i, start in enumerate(range(0, len(todo), self.shard_size)):
+            pools = todo[start : start + self.shard_size]
             seen = _Count(on_windows)
-            tables, failed = self._score(todo, engine=engine, prompt=prompt, seen=seen)
+            tables, failed = self._score(pools, engine=engine, prompt=prompt, seen=seen)
             self._tables.update({table.query_id: table for table in tables})
-            for pool in todo:
+            for pool in pools:
                 self.failed.pop(pool.query_id, None)
             self.failed.update(failed)
-            ours = [self._tables[pool.query_id] for pool in pools if pool.query_id in self._tables]
-            write_scores(self._shard(i), ours, run={"failed": failed})
-            seen.up_to(sum(windows_of(pool, self.scoring) for pool in todo))
+            write_scores(self.folder / _SHARDS / f"{first + i:06d}", tables, run={"failed": failed})
+            seen.up_to(sum(windows_of(pool, self.scoring) for pool in pools))
 
     def _score(
         self, pools: Sequence[Pool], *, engine: Engine, prompt: GradePrompt, seen: _Count
@@ -228,27 +315,37 @@ class RerankJob:
 
     # -- results ----------------------------------------------------------------------------------------------
 
-    def write(self, *, tag: str = "pd_rerank", top_k: int | None = None, record: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, *, record: Mapping[str, Any]) -> dict[str, Any]:
         """Write run.trec, results.jsonl, scores/ and, last, manifest.json; return the manifest.
 
         A candidate the model gave no grade is in results.jsonl with score null, after all others, and not in
         run.trec. Failed and empty queries are in results.jsonl without candidates. `record` goes into the manifest.
         """
-        loaded = read_json(self.folder / _SHARDS / "settings.json")["loaded"]
+        try:
+            if not self.finished and (self._lock is not None or not self._start()):
+                return self._write(record)
+            return _record(self.folder / _MANIFEST)
+        finally:
+            self._let_go()
+
+    def _write(self, record: Mapping[str, Any]) -> dict[str, Any]:
         tables = [self._tables[pool.query_id] for pool in self.pools if pool.query_id in self._tables]
         if self.failed and not any(table.doc_ids for table in tables):
             first, reason = next(iter(self.failed.items()))
             raise EngineFailure(f"all {len(self.failed)} queries with candidates failed; first '{first}': {reason}")
-        rankings = ((pool.query_id, self._ranking(pool, top_k)) for pool in self.pools)
-        write_run(self.folder / _RUN, rankings, tag=tag)
-        write_jsonl(self.folder / _RESULTS, (self._result(pool, top_k) for pool in self.pools))
+        if self._kept:  # until all is written, the manifest says that results are to be written again
+            write_json(self.folder / _MANIFEST, _record(self.folder / _MANIFEST) | {"shown": None})
+        rankings = ((pool.query_id, self._ranking(pool)) for pool in self.pools)
+        write_run(self.folder / _RUN, rankings, tag=self.tag)
+        write_jsonl(self.folder / _RESULTS, (self._result(pool) for pool in self.pools))
         run = {
             **self.settings,
-            **loaded,
+            **(self._loaded or {}),
             "pool_sha256": {pool.query_id: pool_sha256(pool) for pool in self.pools},
             "failed": self.failed,
         }
-        write_scores(self.folder / _SCORES, tables, run=run)
+        if not self._kept:
+            write_scores(self.folder / _SCORES, tables, run=run)
         report = {
             **record,
             "queries": len(self.pools),
@@ -260,19 +357,20 @@ class RerankJob:
             "documents_cut": sum(int((table.cut > 0).sum()) for table in tables),
             "presentations": sum(table.presentations for table in tables),
             "settings": self.settings,
-            "loaded": loaded,
+            "loaded": self._loaded,
+            "shown": self.shown,
         }
         whole = manifest(report, files={name: self.folder / name for name in _HASHED}, libraries=_LIBRARIES)
         write_json(self.folder / _MANIFEST, whole)
         if not self.failed:
-            shutil.rmtree(self.folder / _SHARDS)
+            shutil.rmtree(self.folder / _SHARDS, ignore_errors=True)
         return whole
 
-    def _ranking(self, pool: Pool, top_k: int | None) -> list[tuple[str, float]]:
-        found = self._result(pool, top_k)["candidates"]
+    def _ranking(self, pool: Pool) -> list[tuple[str, float]]:
+        found = self._result(pool)["candidates"]
         return [(c["docid"], c["score"]) for c in found if c["score"] is not None]
 
-    def _result(self, pool: Pool, top_k: int | None) -> dict[str, Any]:
+    def _result(self, pool: Pool) -> dict[str, Any]:
         query = {"qid": pool.query_id, "text": pool.query}
         table = self._tables.get(pool.query_id)
         if table is None:
@@ -281,7 +379,7 @@ class RerankJob:
         spread = table.spread(self.readout, residual=self.residual)
         grades = table.mean_probabilities()
         kept = None if self.threshold is None else self.threshold.retain(mean)
-        order = table.ranking(self.readout, residual=self.residual)[:top_k]
+        order = table.ranking(self.readout, residual=self.residual)[: self.top_k]
         return {
             "query": query,
             "presentations": table.presentations,
@@ -322,9 +420,9 @@ class _Count:
 
 def windows_of(pool: Pool, scoring: Scoring) -> int:
     """How many windows a pool takes if nothing is blank, too long or settled early; equal windows count once."""
-    keys = [c.doc_id for c in pool.candidates]
-    cut = windows.partition(windows.identity(len(pool)), width=scoring.window, method=scoring.partition, keys=keys)
-    return len(cut) * (1 if scoring.window == 1 else scoring.presentations)
+    n, width = len(pool), scoring.window
+    count = windows.hashed_count(n, width=width) if scoring.partition == "hashed" else -(-n // width)
+    return count * (1 if width == 1 else scoring.presentations)
 
 
 class _Counting:
@@ -371,6 +469,13 @@ def count_tokens(
         "longest_prompt": engine.longest,
         "rendered_queries": len(chosen),
     }
+
+
+def _record(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InvalidData(f"{path} is not a job's record; overwrite the job or name another folder")
+    return found
 
 
 def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from rerankers.models.ranker import BaseRanker
 from rerankers.results import RankedResults, Result
 
 from pd_rerank import windows
-from pd_rerank.decisions import Settle, Threshold
+from pd_rerank.decisions import Settle, Threshold, scored_by
 from pd_rerank.engines import load_engine
 from pd_rerank.engines.base import Engine, Progress
 from pd_rerank.errors import BadArgument, EngineFailure
@@ -118,8 +119,9 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
     * the model: `adapter` (LoRA folder or hub id), `engine` ("hf", "fake" or an object), `max_length`, and every
       option of the engine's constructor (`dtype`, `device`, `merge_adapter`, …). An unknown option is an error.
 
-    An adapter that carries a `reranker.json` must have been made with the same prompt template; `check_template=False`
-    overrides. `max_concurrency` is how many `rank_async` calls run at once; the others wait.
+    An adapter that carries a `reranker.json` must have been made with the same prompt template, and a threshold that
+    records its `context()` been fitted on the same model and template; `check_template=False` overrides.
+    `max_concurrency` is how many `rank_async` calls run at once; the others wait.
     """
 
     def __init__(
@@ -153,8 +155,10 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
     ) -> None:
         if readout not in READOUTS:
             raise BadArgument(f"unknown readout '{readout}'; choose one of {', '.join(READOUTS)}")
-        if max_concurrency < 1:
-            raise BadArgument(f"max_concurrency must be at least 1, got {max_concurrency}")
+        if not isinstance(max_concurrency, int) or max_concurrency < 1:
+            raise BadArgument(f"max_concurrency must be a whole number of at least 1, got {max_concurrency!r}")
+        if settle is not None and not isinstance(settle, Settle):
+            raise BadArgument(f"settle is Settle(threshold=…) or Settle(top_k=…), got {settle!r}")
         self.verbose = verbose
         self.scoring = Scoring(
             window=window,
@@ -166,20 +170,24 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
             calibration=calibration,
         )
         self.readout: Readout = readout
+        if settle is not None:
+            settle.check(self.scoring.presentations)
         self.settle = settle
-        self.threshold = _threshold(threshold, readout)
+        self.threshold = None if threshold is None else Threshold.of(threshold, readout)
         self.residual = SlotResidual.load(slot_residual) if isinstance(slot_residual, str | Path) else slot_residual
-        if self.residual is not None and self.residual.readout != readout:
-            raise BadArgument(
-                f"the slot residual was fitted on readout '{self.residual.readout}', this reranker reads '{readout}'"
-            )
+        if self.residual is not None:
+            if not isinstance(self.residual, SlotResidual):
+                raise BadArgument(f"a slot residual is a SlotResidual or its file, got {slot_residual!r}")
+            self.residual.check(readout=readout, calibration=calibration)
         # Threads of its own, not a gate on a loop's: a cancelled call's thread keeps its place until it is done, and
         # no event loop is held on to.
         self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="pd_rerank")
         if engine == "hf" and verbose < 1:
             engine_options.setdefault("quiet", True)
         try:
-            self.engine = load_engine(model_name_or_path, engine=engine, adapter=adapter, **engine_options)
+            self.engine = load_engine(
+                model_name_or_path, engine=engine, adapter=adapter, also=_OPTIONS, **engine_options
+            )
             self.prompt = GradePrompt(
                 self.engine.tokenizer,
                 rubric=rubric,
@@ -196,6 +204,16 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
         card = getattr(self.engine, "adapter_card", None)
         if card and check_template:
             self.prompt.check_card(card, where=f"adapter '{adapter}'")
+        self._check_template = check_template
+        if self.threshold is not None and check_template:
+            self.threshold.check(self.context())
+
+    def context(self) -> dict[str, Any]:
+        """What a threshold fitted on this reranker's scores holds for: model, adapter and prompt template.
+
+        Pass it to `Threshold.fit_f1(…, context=ranker.context())`: the threshold is then refused elsewhere.
+        """
+        return scored_by(self.engine.describe(), self.prompt.describe())
 
     # -- rerankers' interface -----------------------------------------------------------------------------
 
@@ -280,9 +298,11 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
 
         `threshold` is a number on the score scale, a fitted `Threshold` or its file; left out, the constructor's.
         """
-        limit = self.threshold if threshold is None else _threshold(threshold, self.readout)
+        limit = self.threshold if threshold is None else Threshold.of(threshold, self.readout)
         if limit is None:
             raise BadArgument("retain needs a threshold: pass one here or to the constructor")
+        if self._check_template:
+            limit.check(self.context())
         ranked = self.rank(query, docs, doc_ids, metadata)
         scores = np.array([np.nan if r.score is None else r.score for r in ranked], dtype=np.float64)
         kept = [r for r, keep in zip(ranked.results, limit.retain(scores), strict=True) if keep]
@@ -338,19 +358,7 @@ def register() -> None:
 
 register()
 
-
-def _threshold(threshold: Threshold | float | str | Path | None, readout: Readout) -> Threshold | None:
-    if threshold is None or isinstance(threshold, Threshold):
-        chosen = threshold
-    elif isinstance(threshold, str | Path):
-        chosen = Threshold.load(threshold)
-    elif isinstance(threshold, int | float | np.number) and not isinstance(threshold, bool):
-        return Threshold(value=float(threshold), readout=readout)
-    else:
-        raise BadArgument(f"a threshold is a number, a Threshold or its file, got {threshold!r}")
-    if chosen is not None and chosen.readout != readout:
-        raise BadArgument(f"the threshold was fitted on readout '{chosen.readout}', this reranker reads '{readout}'")
-    return chosen
+_OPTIONS = tuple(inspect.signature(OCSFTBatchedReranker).parameters)
 
 
 def _asked(query: str, docs: Docs, doc_ids: Ids | None, metadata: Metadata | None) -> tuple[Pool, list[Document]]:

@@ -98,6 +98,8 @@ def load_rubric(rubric: str | Path | Rubric) -> Rubric:
     """
     if isinstance(rubric, Rubric):
         return rubric
+    if not isinstance(rubric, str | Path):
+        raise BadArgument(f"a rubric is a name, a .yaml file or a Rubric, got {rubric!r}")
     known = RUBRICS.get(str(rubric))
     if known is not None:
         return known

@@ -163,6 +163,22 @@ class SlotResidual:
     readout: Readout
     n_queries: int
 
+    def __post_init__(self) -> None:
+        if self.readout not in READOUTS:
+            raise BadArgument(f"unknown readout '{self.readout}'; choose one of {', '.join(READOUTS)}")
+        if not self.offsets:
+            raise BadArgument("a slot residual holds offsets for at least one window width")
+        for width, values in self.offsets.items():
+            if width < 1 or len(values) != width or not np.isfinite(values).all():
+                raise BadArgument(f"a slot residual for width {width} holds {width} finite numbers, got {values}")
+
+    def check(self, *, readout: Readout, calibration: str) -> None:
+        """Refuse scores of another readout, and scores from which CapCal has taken the slots' share already."""
+        if self.readout != readout:
+            raise BadArgument(f"the slot residual was fitted on readout '{self.readout}', asked for is '{readout}'")
+        if calibration != "none":
+            raise BadArgument(f"calibration '{calibration}' and a slot residual correct the same thing; choose one")
+
     @classmethod
     def fit(cls, tables: Iterable[ScoreTable], *, readout: Readout = "expected") -> SlotResidual:
         """Average the residuals of `tables` per window width and slot. Fit on queries you do not report on."""

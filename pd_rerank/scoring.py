@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pd_rerank import windows
 from pd_rerank.decisions import Settle
 from pd_rerank.engines.base import Engine, FloatArray, Progress, WindowPrompt
-from pd_rerank.errors import BadArgument, EngineFailure
+from pd_rerank.errors import BadArgument, EngineFailure, whole
 from pd_rerank.pool import Pool
 from pd_rerank.prompt import GradePrompt, PromptSheet
 from pd_rerank.scores import Readout, Scores, ScoreTable, SlotResidual, grade_probabilities, window_widths
@@ -44,12 +44,12 @@ class Scoring:
     calibration: Calibration = "none"
 
     def __post_init__(self) -> None:
-        for name in ("window", "presentations"):
+        for name in ("window", "presentations", "seed"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadArgument(f"{name} must be a whole number of at least 1, got {value!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise BadArgument(f"seed must be a whole number, got {self.seed!r}")
+            if not whole(value) or (value < 1 and name != "seed"):
+                least = "" if name == "seed" else " of at least 1"
+                raise BadArgument(f"{name} must be a whole number{least}, got {value!r}")
+            object.__setattr__(self, name, int(value))  # numpy's too, which JSON cannot write
         for name, known in (
             ("partition", windows.PARTITIONS),
             ("order", windows.ARRANGEMENTS),
@@ -86,6 +86,8 @@ def score_pools(
     queries still open. `table.presentations` says how many a query took. `readout` and `residual` say which score
     the decision is about.
     """
+    if settle is not None:
+        settle.check(scoring.presentations)
     plans = [_Plan(pool, prompt=prompt, scoring=scoring, max_tokens=engine.max_length) for pool in pools]
     if settle is None:
         _read(plans, range(scoring.presentations), engine, prompt, progress)

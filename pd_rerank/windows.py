@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -27,6 +28,10 @@ _LOAD = 0.75
 """Mean filling of a hashed window; the room left is what lets a new candidate in without moving others."""
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""The step of splitmix64's state."""
+
+
 def identity(n: int) -> Order:
     """The presentation that shows the pool as it is: 0, 1, …, n-1."""
     return np.arange(_count(n), dtype=np.int64)
@@ -42,9 +47,14 @@ def permutation(n: int, *, seed: int) -> Order:
 
     The same seed gives every query of equal pool size the same permutation (method, section 2).
     """
-    order = list(range(_count(n)))
-    random.Random(int(seed)).shuffle(order)
-    return np.array(order, dtype=np.int64)
+    return np.frombuffer(_shuffled(_count(n), int(seed)), dtype=np.int64).copy()
+
+
+@lru_cache(maxsize=1024)
+def _shuffled(n: int, seed: int) -> bytes:
+    order = list(range(n))
+    random.Random(seed).shuffle(order)
+    return np.array(order, dtype=np.int64).tobytes()
 
 
 def view_seed(base: int, *, epoch: int, query_id: str, window: int) -> int:
@@ -104,21 +114,48 @@ def _hashed(order: Order, *, width: int, keys: Sequence[str]) -> list[Order]:
     """Rendezvous hashing with full windows bumping: a stable matching, so its result ignores arrival order."""
     if width == 1:
         return [order[i : i + 1] for i in range(len(order))]
-    count = max(1, -(-len(order) // max(1, int(width * _LOAD))))
-    claims: list[list[tuple[bytes, str, int]]] = [[] for _ in range(count)]
+    count = hashed_count(len(order), width=width)
+    claims: list[list[tuple[int, str, int]]] = [[] for _ in range(count)]
     waiting = [int(p) for p in order]
-    wishes = {p: sorted(((_digest(f"{w}\0{keys[p][:64]}"), w) for w in range(count)), reverse=True) for p in waiting}
+    wishes: dict[int, Iterator[tuple[int, int]]] = {}
     while waiting:
         p = waiting.pop()
-        rank, w = wishes[p].pop()
+        if p not in wishes:
+            wishes[p] = _wishes(keys[p][:64], count)
+        rank, w = next(wishes[p])
         claims[w].append((rank, keys[p], p))
         if len(claims[w]) > width:
             loser = max(claims[w])
             claims[w].remove(loser)
             waiting.append(loser[2])
-    place = {p: w for w, members in enumerate(claims) for _, _, p in members}
-    windows = [np.array([p for p in order if place[int(p)] == w], dtype=np.int64) for w in range(count)]
-    return [window for window in windows if len(window)]
+    members: list[list[int]] = [[] for _ in range(count)]
+    place = {p: w for w, claim in enumerate(claims) for _, _, p in claim}
+    for p in order.tolist():
+        members[place[p]].append(p)
+    return [np.array(window, dtype=np.int64) for window in members if window]
+
+
+def hashed_count(n: int, *, width: int) -> int:
+    """How many windows `hashed` deals n candidates to; some may stay empty in a small pool."""
+    return n if width == 1 else -(-n // max(1, int(width * _LOAD)))
+
+
+def _wishes(key: str, count: int) -> Iterator[tuple[int, int]]:
+    """The windows a key may go to, dearest first, as (rank, window): window w ranks as its splitmix64 stream's w-th."""
+    ranks = _stream(key, count)
+    first = int(ranks.argmin())
+    yield int(ranks[first]), first
+    del ranks  # most keys get what they ask for first, and need hold nothing
+    ranks = _stream(key, count)
+    for w in np.argsort(ranks, kind="stable")[1:]:
+        yield int(ranks[w]), int(w)
+
+
+def _stream(key: str, count: int) -> npt.NDArray[np.uint64]:
+    x = np.uint64(int.from_bytes(_digest(key)[:8], "big")) + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
 
 
 def _digest(key: str) -> bytes:

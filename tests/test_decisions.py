@@ -119,3 +119,24 @@ def test_one_presentation_never_settles_and_missing_scores_do_not_count() -> Non
 def test_a_rule_without_one_decision_is_refused(bad: dict) -> None:
     with pytest.raises(BadArgument):
         Settle(**bad)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"value": True}, "finite number"),
+        ({"value": "0.5"}, "finite number"),
+        ({"value": 0.5, "readout": "mean"}, "unknown readout 'mean'"),
+        ({"value": 0.5, "objective": "luck"}, "unknown objective 'luck'"),
+        ({"value": 0.5, "reached": "much"}, "what a threshold reached"),
+        ({"value": 0.5, "n_queries": "all"}, "whole number of queries"),
+        ({"value": 0.5, "context": []}, "mapping as context"),
+        ({}, "no number under 'value'"),
+    ],
+)
+def test_a_threshold_file_of_another_shape_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    (tmp_path / "t.json").write_text(json.dumps(fields))
+    with pytest.raises(InvalidData, match=f"t.json.*{message}"):
+        Threshold.load(tmp_path / "t.json")

@@ -134,9 +134,121 @@ def test_a_damaged_shard_is_scored_again(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "cut/shards/000000/scores.npz").write_bytes(b"damaged")
     again = job(tmp_path / "cut")
     assert again.done == 2
-    assert "its queries are scored again" in caplog.text
+    assert "000000 are scored again" in caplog.text
     finish(again)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["no run.json", "other run.json", "no failures listed"])
+def test_a_shard_that_is_not_whole_is_scored_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish(job(tmp_path / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        finish(job(tmp_path / "cut"), Stopping(2))
+    record = tmp_path / "cut/shards/000001/run.json"
+    kept = json.loads(record.read_text())
+    if damage == "no run.json":
+        record.unlink()
+    else:
+        record.write_text("[]" if damage == "other run.json" else json.dumps({"sha256": kept["sha256"]}))
+    again = job(tmp_path / "cut")
+    assert again.done == 2
+    assert "000001 are scored again" in caplog.text
+    finish(again)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_an_interrupted_job_goes_on_with_shards_of_another_size(tmp_path: Path) -> None:
+    finish(job(tmp_path / "whole"))
+    first = job(tmp_path / "cut", shard_size=1)
+    with pytest.raises(KeyboardInterrupt):
+        finish(first, Stopping(2))
+    again = job(tmp_path / "cut", shard_size=3)
+    assert again.done == first.done == 3
+    finish(again)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "shown", [{"top_k": 2}, {"tag": "mine"}, {"threshold": Threshold(value=0.4)}, {"readout": "argmax"}]
+)
+def test_results_are_written_anew_from_scores_that_are_there(tmp_path: Path, shown: dict[str, Any]) -> None:
+    finish(job(tmp_path / "asked", **shown))
+    finish(job(tmp_path / "out"))
+    again = job(tmp_path / "out", **shown)
+    assert not again.finished
+    assert again.scored
+    again.write(record={})
+    assert contents(tmp_path / "out") == contents(tmp_path / "asked")
+    assert job(tmp_path / "out", **shown).finished
+
+
+def test_a_kill_while_results_are_written_anew_loses_no_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish(job(tmp_path / "asked", top_k=2))
+    finish(job(tmp_path / "out"))
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    again = job(tmp_path / "out", top_k=2)
+    monkeypatch.setattr("pd_rerank.job.write_jsonl", killed)
+    with pytest.raises(KeyboardInterrupt):
+        again.write(record={})
+    monkeypatch.undo()
+    for top_k in (None, 2):
+        again = job(tmp_path / "out", top_k=top_k)
+        assert (again.finished, again.scored) == (False, True)
+        again.write(record={})
+    assert contents(tmp_path / "out") == contents(tmp_path / "asked")
+
+
+def test_what_stops_presentations_is_part_of_the_job(tmp_path: Path) -> None:
+    scoring = Scoring(window=4, presentations=8)
+    finish(job(tmp_path / "out", scoring=scoring, settle=Settle(threshold=0.9)))
+    with pytest.raises(BadArgument, match=r"settle\.threshold is 0\.9 there, 0\.8 here"):
+        job(tmp_path / "out", scoring=scoring, settle=Settle(threshold=0.8))
+    with pytest.raises(BadArgument, match=r"settled_by\.readout"):
+        job(tmp_path / "out", scoring=scoring, settle=Settle(threshold=0.9), readout="argmax")
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    here = job(out)
+
+    class Watching(FakeEngine):
+        def grade_logits(self, *given: Any, **rest: Any) -> Any:
+            with pytest.raises(BadArgument, match="another process is working in"):
+                finish(job(out))
+            half = next(iter((out / "shards").glob(".*")), None)
+            assert half is None
+            return super().grade_logits(*given, **rest)
+
+    finish(here, Watching(position_bias=0.2))
+    assert job(out).finished
+
+
+def test_a_job_finished_by_another_process_meanwhile_is_not_done_again(tmp_path: Path) -> None:
+    late = job(tmp_path / "out")
+    manifest = finish(job(tmp_path / "out"))
+    engine = FakeEngine(position_bias=0.2)
+    assert finish(late, engine) == manifest
+    assert engine.calls == 0
+
+
+def test_an_overwritten_job_stays_until_scoring_starts(tmp_path: Path) -> None:
+    finish(job(tmp_path / "out"))
+    before = contents(tmp_path / "out")
+    again = job(tmp_path / "out", settings={"model": "other"}, overwrite=True)
+    assert contents(tmp_path / "out") == before
+    finish(again)
+    assert job(tmp_path / "out", settings={"model": "other"}).finished
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadArgument, match=r"cannot be written .*; name another folder"):
+        job(tmp_path / "file" / "out")
 
 
 def test_a_finished_job_is_known_without_an_engine(tmp_path: Path) -> None:
@@ -241,7 +353,7 @@ def test_an_error_nobody_foresaw_is_not_taken_for_a_failed_query(tmp_path: Path)
 
 def test_results_hold_what_the_scores_say(tmp_path: Path) -> None:
     threshold = Threshold(value=0.3)
-    finish(job(tmp_path / "out", threshold=threshold), tag="mine", top_k=3)
+    finish(job(tmp_path / "out", threshold=threshold, tag="mine", top_k=3))
     tables, run = read_scores(tmp_path / "out/scores")
     (table,) = [t for _, t in join_scores(tables, POOLS, run=run) if t.query_id == "q4"]
     lines = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]

@@ -246,7 +246,7 @@ def test_a_cut_that_somebody_else_asked_the_tokenizer_for_does_not_reach_documen
     prompt = GradePrompt(mine)
     texts = ["a document of many words " * 8] * 3
     before = sheet_of(prompt, texts).window(range(3)).token_ids
-    mine("something else", truncation=True, max_length=5, padding="max_length")
+    mine("something else", truncation=True, max_length=5)
     assert sheet_of(prompt, texts).window(range(3)).token_ids.tolist() == before.tolist()
 
 

@@ -54,6 +54,9 @@ OVERLAP_SCORES = {0.0: 0.0399195, 0.5: 0.5, 1.0: 0.9600805}
 """Expected grade / 3 of the fake engine's logits -2(g - 3v)², worked out apart from the package."""
 
 
+RESIDUAL = SlotResidual(offsets={2: (0.1, -0.1)}, readout="expected", n_queries=1)
+
+
 def make(engine: Any = None, **options: Any) -> OCSFTBatchedReranker:
     return OCSFTBatchedReranker("fake", verbose=0, engine=FakeEngine() if engine is None else engine, **options)
 
@@ -164,13 +167,69 @@ def test_other_errors_of_a_constructor_pass_through_rerankers_unchanged(
     assert caught.value is error
 
 
-def test_an_unknown_option_is_an_error_that_names_it() -> None:
-    with pytest.raises(TypeError, match="widnow"):
+def test_an_unknown_option_is_an_error_that_names_it_and_what_it_resembles() -> None:
+    with pytest.raises(BadArgument, match="unknown option 'widnow'; did you mean window"):
         Reranker("m", model_type="ocsft", engine="fake", verbose=0, widnow=10)
-    with pytest.raises(TypeError, match="instructions"):
+    with pytest.raises(BadArgument, match="'instructions'; did you mean instruction"):
         OCSFTBatchedReranker("m", engine="fake", instructions="be strict")
+    with pytest.raises(BadArgument, match=r"'batch_size'; did you mean .*batch_tokens"):
+        OCSFTBatchedReranker("no/such-model", batch_size=2)
     with pytest.raises(TypeError, match="batch_size"):
         make().rank(QUERY, DOCS, batch_size=2)  # type: ignore[call-arg]
+
+
+def test_an_object_that_is_no_engine_is_told_what_it_lacks() -> None:
+    class Half:
+        name = "half"
+
+        def grade_logits(self, prompts: Any, grade_ids: Any, *, progress: Any = None) -> list[Any]:
+            return []
+
+    with pytest.raises(BadArgument, match="this Half lacks tokenizer, max_length, describe"):
+        OCSFTBatchedReranker("m", engine=Half())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"settle": True}, "settle is Settle"),
+        ({"settle": Settle(top_k=3)}, "presentations of at least 3"),
+        ({"settle": Settle(top_k=3, first=4), "presentations": 4}, "presentations of at least 5"),
+        ({"placeholder": 0}, "placeholder 0 must be a string"),
+        ({"instruction": 7}, "instruction must be a text, got 7"),
+        ({"max_doc_chars": "many"}, "max_doc_chars must be a whole number"),
+        ({"rubric": 3}, "a rubric is a name"),
+        ({"slot_residual": 3}, "a slot residual is a SlotResidual or its file, got 3"),
+        ({"slot_residual": RESIDUAL, "calibration": "capcal"}, "correct the same thing"),
+        ({"slot_residual": RESIDUAL, "readout": "argmax"}, "fitted on readout 'expected'"),
+        ({"max_concurrency": "four"}, "max_concurrency must be a whole number"),
+    ],
+)
+def test_values_of_another_type_or_that_contradict_each_other_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadArgument, match=message):
+        make(**options)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    ranker = make(window=np.int64(2), presentations=np.int32(3), seed=np.int64(5), max_doc_chars=np.int64(40))
+    assert json.dumps(ranker.scoring.describe()) == json.dumps(
+        make(window=2, presentations=3, seed=5).scoring.describe()
+    )
+    assert json.dumps(ranker.prompt.describe()["max_doc_chars"]) == "40"
+
+
+def test_a_threshold_is_refused_on_scores_of_another_model_or_template() -> None:
+    ranker = make()
+    fitted = Threshold(value=0.5, context=ranker.context())
+    assert len(make(threshold=fitted).retain(QUERY, DOCS)) == len(ranker.retain(QUERY, DOCS, 0.5))
+    with pytest.raises(ModelMismatch, match="template_hash"):
+        make(threshold=fitted, placeholder="?")
+    other = OCSFTBatchedReranker("another", engine="fake", verbose=0)
+    with pytest.raises(ModelMismatch, match=r"model .* there, another here"):
+        other.retain(QUERY, DOCS, fitted)
+    assert make(threshold=fitted, placeholder="?", check_template=False).retain(QUERY, DOCS) is not None
 
 
 def test_an_unknown_option_beside_an_engine_object_is_an_error_that_names_it() -> None:
@@ -902,9 +961,6 @@ class Watched(FakeEngine):
         return super().grade_logits(prompts, grade_ids, progress=progress)
 
 
-RESIDUAL = SlotResidual(offsets={2: (0.1, -0.1)}, readout="expected", n_queries=1)
-
-
 @pytest.mark.parametrize(
     ("base", "option"),
     [
@@ -1091,7 +1147,7 @@ def test_a_threshold_of_0_is_a_threshold() -> None:
 
 def test_a_threshold_fitted_on_another_readout_is_refused() -> None:
     fitted = Threshold(value=0.4, objective="f1", readout="p_relevant")
-    with pytest.raises(BadArgument, match="fitted on readout 'p_relevant', this reranker reads 'expected'"):
+    with pytest.raises(BadArgument, match="fitted on readout 'p_relevant', asked for is 'expected'"):
         make(threshold=fitted)
     with pytest.raises(BadArgument, match="p_relevant"):
         make().retain(QUERY, DOCS, fitted)
@@ -1101,7 +1157,7 @@ def test_a_threshold_fitted_on_another_readout_is_refused() -> None:
 def test_a_slot_residual_fitted_on_another_readout_is_refused(tmp_path: Path) -> None:
     RESIDUAL.save(tmp_path / "residual.json")
     for given_as in (RESIDUAL, tmp_path / "residual.json"):
-        with pytest.raises(BadArgument, match="fitted on readout 'expected', this reranker reads 'argmax'"):
+        with pytest.raises(BadArgument, match="fitted on readout 'expected', asked for is 'argmax'"):
             make(slot_residual=given_as, readout="argmax")
         make(slot_residual=given_as)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 
@@ -108,6 +109,10 @@ def test_slot_residual_round_trips_through_its_file(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(InvalidData, match=r"other\.json"):
         SlotResidual.load(tmp_path / "other.json")
+    for offsets in ({}, {"3": [0.1, 0.2]}, {"2": [0.1, float("nan")]}, {"0": []}):
+        (tmp_path / "bad.json").write_text(json.dumps({"readout": "expected", "n_queries": 1, "offsets": offsets}))
+        with pytest.raises(InvalidData, match=r"bad\.json"):
+            SlotResidual.load(tmp_path / "bad.json")
     with pytest.raises(BadArgument):
         SlotResidual.fit([])
 

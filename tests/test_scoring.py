@@ -257,8 +257,8 @@ def test_adaptive_spending_ends_at_the_most_presentations_allowed() -> None:
     noisy = FakeEngine(position_bias=1.0)
     (table,) = scored([pool(distinct(20))], noisy, Settle(threshold=0.3, tolerance=0.0), presentations=4)
     assert table.presentations == 4
-    (single,) = scored([pool(distinct(20))], noisy, Settle(threshold=0.3), presentations=1)
-    assert single.presentations == 1
+    with pytest.raises(BadArgument, match="presentations of at least 3"):
+        scored([pool(distinct(20))], noisy, Settle(threshold=0.3), presentations=2)
 
 
 @pytest.mark.parametrize(

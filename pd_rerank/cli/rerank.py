@@ -75,12 +75,13 @@ def rerank(
         logger.info("%s is finished already, with these settings and pools", job.folder)
         return
     start, before = time.monotonic(), job.done
-    if before:
+    if job.scored:
+        logger.info("all %d queries are scored already; results are written from these scores", before)
+    elif before:
         logger.info("going on after %d of %d queries", before, len(work.pools))
-    engine, prompt = work.open()
     try:
-        with _bar(job, shown=progress) as on_windows:
-            job.score(engine=engine, prompt=prompt, on_windows=on_windows)
+        if not job.scored:
+            work.score(job, progress=progress)
     except KeyboardInterrupt:
         logger.error(
             "interrupted; %d of %d queries are kept in %s, run the same command again to go on",
@@ -90,7 +91,7 @@ def rerank(
         )
         raise typer.Exit(130) from None
     record = work.counts() | {"resumed_after": before, "seconds": round(time.monotonic() - start, 3)}
-    manifest = job.write(tag=settings.run_tag, top_k=settings.top_k, record=record)
+    manifest = job.write(record=record)
     _report(job, manifest)
 
 
@@ -122,7 +123,7 @@ class _Work:
         from pd_rerank.scoring import Scoring
 
         self.settings = settings
-        for name in ("run", "corpus", "topics", "pools", "residual", "threshold"):
+        for name in ("run", "corpus", "topics", "pools", "residual"):
             path = getattr(settings, name)
             if path is not None and not path.exists():
                 raise MissingResource(f"--{name}: no file or folder {path}")
@@ -149,15 +150,8 @@ class _Work:
     def _threshold(self) -> Threshold | None:
         from pd_rerank.decisions import Threshold
 
-        if self.settings.threshold is None:
-            return None
-        threshold = Threshold.load(self.settings.threshold)
-        if threshold.readout != self.settings.readout:
-            raise BadArgument(
-                f"{self.settings.threshold} was fitted on readout '{threshold.readout}'; "
-                f"give --readout {threshold.readout} or another threshold"
-            )
-        return threshold
+        given, readout = self.settings.threshold, self.settings.readout
+        return None if given is None else Threshold.of(given, readout)
 
     def _residual(self) -> SlotResidual | None:
         from pd_rerank.scores import SlotResidual
@@ -165,11 +159,7 @@ class _Work:
         if self.settings.residual is None:
             return None
         residual = SlotResidual.load(self.settings.residual)
-        if residual.readout != self.settings.readout:
-            raise BadArgument(
-                f"{self.settings.residual} was fitted on readout '{residual.readout}'; "
-                f"give --readout {residual.readout} or another residual"
-            )
+        residual.check(readout=self.settings.readout, calibration=self.settings.calibration)
         return residual
 
     def _settle(self) -> Settle | None:
@@ -182,7 +172,10 @@ class _Work:
         return Settle(top_k=self.settings.top_k)
 
     def _engine_options(self) -> dict[str, Any]:
-        names = ("adapter", "dtype", "device", "batch_tokens", "share_prefix", "max_length")
+        names = (
+            *("adapter", "merge_adapter", "dtype", "device", "device_map", "revision", "trust_remote_code"),
+            *("batch_tokens", "share_prefix", "max_length"),
+        )
         options = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name) is not None}
         if self.settings.engine == "fake" and (idle := sorted(set(options) - {"max_length"})):
             raise BadArgument(f"--{idle[0].replace('_', '-')} means nothing to --engine fake; leave it out")
@@ -271,6 +264,7 @@ class _Work:
             markers=self.settings.markers,
             placeholder=self.settings.placeholder,
             max_doc_chars=self.settings.max_doc_chars,
+            chat="auto" if self.settings.chat is None else self.settings.chat,
         )
 
     def job(self, *, overwrite: bool) -> RerankJob:
@@ -290,31 +284,35 @@ class _Work:
             threshold=self.threshold,
             settle=self.settle,
             shard_size=settings.shard_size,
+            tag=settings.run_tag,
+            top_k=settings.top_k,
             overwrite=overwrite,
             settings={
                 "model": settings.model,
-                "engine": settings.engine,
+                "engine_name": settings.engine,
                 "engine_options": self.engine_options,
-                "prompt": {
+                "prompt_options": {
                     "rubric": asdict(self.rubric),
                     "instruction": settings.instruction,
                     "markers": settings.markers,
                     "placeholder": settings.placeholder,
                     "max_doc_chars": settings.max_doc_chars,
+                    "chat": settings.chat,
                 },
                 "scoring": self.scoring.describe(),
-                "settle": self.settle and asdict(self.settle),
-                "readout": settings.readout,
-                "residual": self.residual and asdict(self.residual),
-                "threshold": self.threshold and asdict(self.threshold),
-                "top_k": settings.top_k,
-                "run_tag": settings.run_tag,
                 "versions": versions(("numpy", "torch", "transformers", "tokenizers", "peft")),
             },
         )
 
+    def score(self, job: RerankJob, *, progress: bool | None) -> None:
+        """Load the engine and score what is left of the job."""
+        engine, prompt = self.open()
+        with _bar(job, shown=progress) as on_windows:
+            job.score(engine=engine, prompt=prompt, on_windows=on_windows)
+
     def open(self) -> tuple[Engine, GradePrompt]:
         """Load the engine and prove the prompt on its tokenizer."""
+        from pd_rerank.decisions import scored_by
         from pd_rerank.engines import load_engine
 
         engine = load_engine(self.settings.model, engine=self.settings.engine, **self.engine_options)
@@ -322,6 +320,8 @@ class _Work:
         card = getattr(engine, "adapter_card", None)
         if card and self.settings.check_template:
             prompt.check_card(card, where=f"adapter '{self.settings.adapter}'")
+        if self.threshold is not None and self.settings.check_template:
+            self.threshold.check(scored_by(engine.describe(), prompt.describe()))
         return engine, prompt
 
 

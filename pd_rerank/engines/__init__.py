@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pd_rerank.engines.base import Engine
-from pd_rerank.errors import BadArgument
+from pd_rerank.errors import BadArgument, near_names
 
 ENGINES = ("hf", "fake")
 
+_CONTRACT = ("name", "tokenizer", "max_length", "grade_logits", "describe")
 
-def load_engine(model: Any, *, engine: str | Engine = "hf", **options: Any) -> Engine:
+
+def load_engine(model: Any, *, engine: str | Engine = "hf", also: Iterable[str] = (), **options: Any) -> Engine:
     """Build the engine called `engine` for `model`, or hand back an engine object as it is.
 
-    `options` are the engine's own constructor arguments; one it does not know is a `TypeError`. An `adapter` of None
-    is no adapter, and may be given to any engine.
+    `options` are the engine's own constructor arguments; one it does not know is a `BadArgument` that offers near
+    names, of the engine's or of `also`, what the caller takes itself. An `adapter` of None is no adapter, and may be
+    given to any engine; `torch_dtype` is transformers' old word for `dtype`.
     """
     given = {name: value for name, value in options.items() if name != "adapter" or value is not None}
     if not isinstance(engine, str):
-        if not isinstance(engine, Engine):
-            raise BadArgument(f"engine must be a name ({', '.join(ENGINES)}) or have grade_logits, got {engine!r}")
+        if lacking := [name for name in _CONTRACT if not hasattr(engine, name)]:
+            raise BadArgument(
+                f"engine must be a name ({', '.join(ENGINES)}) or an object with {', '.join(_CONTRACT)}; "
+                f"this {type(engine).__name__} lacks {', '.join(lacking)}"
+            )
         if given:
             raise BadArgument(f"an engine object takes no further options, got {', '.join(sorted(given))}")
         return engine
+    if engine not in ENGINES:
+        raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)} or pass an engine object")
     if engine == "hf":
         from pd_rerank.engines.hf import HFEngine
 
-        return HFEngine(model, **given)
-    if engine == "fake":
-        from pd_rerank.engines.fake import FakeEngine
+        return HFEngine(model, **_known(HFEngine, given, also=also))
+    from pd_rerank.engines.fake import FakeEngine
 
-        return FakeEngine(name=str(model), **given)
-    raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)} or pass an engine object")
+    return FakeEngine(name=str(model), **_known(FakeEngine, given, also=also))
+
+
+def _known(kind: type, options: Mapping[str, Any], *, also: Iterable[str]) -> dict[str, Any]:
+    """`options` in the words of the engine's constructor; an unknown one is refused."""
+    known = [name for name in inspect.signature(kind).parameters if name not in ("model", "name")]
+    said = dict(options)
+    if "torch_dtype" in said and "dtype" in known:
+        if "dtype" in said:
+            raise BadArgument("torch_dtype is another word for dtype; give one of them")
+        said["dtype"] = said.pop("torch_dtype")
+    for name in said:
+        if name not in known:
+            raise BadArgument(f"unknown option '{name}'; {near_names(name, [*known, *also])}")
+    return said

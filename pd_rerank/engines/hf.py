@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from pd_rerank._extras import need
+from pd_rerank.embedded import EMBEDDED
 from pd_rerank.engines.adapters import Adapter, apply_adapter, fold_adapter
 from pd_rerank.engines.base import FloatArray, IntArray, Progress, WindowPrompt
 from pd_rerank.engines.loading import load_named, named_dtype, out_of_memory, take_object
@@ -237,12 +238,16 @@ class HFEngine:
         source = self._source
         manifest = Path(source, "source.json") if source else None
         wheel = read_json(manifest) if manifest and manifest.is_file() else None
+        commit = getattr(self._config, "_commit_hash", None)
+        if self.name in EMBEDDED:  # where it lies is this machine's own business; what it is, is not
+            commit = commit or (Path(source).name if source and not wheel else None)
+            source = None
         return {
             "engine": "hf",
             "model": self.name,
             "path": source if source != self.name else None,
             "class": type(self.model).__name__,
-            "commit": getattr(self._config, "_commit_hash", None),
+            "commit": commit,
             "wheel": wheel and {name: wheel[name] for name in ("wheel", "version", "sha256")},
             "adapter": self._adapter,
             "dtype": str(self.model.dtype).removeprefix("torch."),

@@ -312,8 +312,8 @@ def cpu_computes_bfloat16() -> bool:
 
 
 def chosen_device(torch: Any, asked: Any) -> Any:
-    """The device asked for, else the first accelerator there is, else the CPU."""
-    if asked is not None:
+    """The device asked for; None and "auto" are the first accelerator there is, else the CPU."""
+    if asked is not None and asked != "auto":
         try:
             device = torch.device(asked)
         except RuntimeError as error:

@@ -92,7 +92,7 @@ def test_options_reach_what_they_are_for(rerank: Run, collection: Path) -> None:
     SlotResidual(offsets={2: (0.1, -0.1)}, readout="expected", n_queries=1).save(collection / "r.json")
     done = rerank(
         *("--window_size", "2", "--partition", "round-robin", "--order", "canonical", "--presentations", "4"),
-        *("--seed", "5", "--shuffle", "window", "--calibration", "capcal", "--rubric", "answer_support"),
+        *("--seed", "5", "--shuffle", "window", "--no-chat", "--rubric", "answer_support"),
         *("--instruction", "Grade.", "--markers", "alpha", "--max-doc-chars", "20", "--max-length", "9000"),
         *("--hits", "5", "--top-k", "3", "--max-queries", "2", "--run-tag", "mine", "--shard-size", "1"),
         *("--threshold", collection / "t.json", "--residual", collection / "r.json", "--settle", "--placeholder", "1"),
@@ -106,7 +106,7 @@ def test_options_reach_what_they_are_for(rerank: Run, collection: Path) -> None:
         "presentations": 4,
         "seed": 5,
         "shuffle": "window",
-        "calibration": "capcal",
+        "calibration": "none",
     }
     assert manifest["settings"]["settle"]["threshold"] == 0.5
     prompt = manifest["loaded"]["prompt"]
@@ -197,6 +197,24 @@ def test_a_dry_run_with_overwrite_deletes_nothing(rerank: Run, collection: Path)
 # -- refused before anything loads -------------------------------------------------------------------------
 
 
+def test_another_threshold_or_top_k_needs_no_model(
+    rerank: Run, collection: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rerank().exit_code == 0
+    monkeypatch.setattr("pd_rerank.engines.load_engine", None)
+    done = rerank("--threshold", "0.3", "--top-k", "2")
+    assert done.exit_code == 0, done.stderr
+    assert "scored already" in done.stderr
+    shown = [c for line in results(collection / "out") for c in line["candidates"]]
+    assert all(c["retained"] == (c["score"] >= 0.3) for c in shown)
+    assert max(len(line["candidates"]) for line in results(collection / "out")) == 2
+
+
+def test_capcal_is_an_option(rerank: Run, collection: Path) -> None:
+    assert rerank("--calibration", "capcal").exit_code == 0
+    assert json.loads((collection / "out/scores/run.json").read_text())["scoring"]["calibration"] == "capcal"
+
+
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> None:
@@ -218,7 +236,12 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rubric", "none.yaml"], 4, "none.yaml"),
         (["--markers", "stars"], 2, "unknown markers 'stars'"),
         (["--run-tag", "my run"], 2, "run tag 'my run'"),
-        (["--threshold", "none.json"], 4, "--threshold: no file or folder none.json"),
+        (["--threshold", "none.json"], 4, "no file none.json"),
+        (["--threshold", "nan"], 2, "a threshold is a finite number, got nan"),
+        (["--residual", "t.tsv", "--calibration", "capcal"], 2, "correct the same thing"),
+        (["--config", "."], 2, ". is a folder; name a config file"),
+        (["--merge-adapter"], 2, "--merge-adapter means nothing to --engine fake"),
+        (["--trust-remote-code"], 2, "--trust-remote-code means nothing to --engine fake"),
         (["--pools", "p"], 2, "leave out --run, --corpus, --topics"),
         (["--dtype", "bf16"], 2, "--dtype means nothing to --engine fake"),
         (["--settle", "--presentations", "5"], 2, "--settle needs a decision"),
@@ -270,7 +293,7 @@ def test_a_threshold_of_another_readout_is_refused(rerank: Run, collection: Path
     Threshold(value=0.5, readout="argmax").save(collection / "t.json")
     done = rerank("--threshold", collection / "t.json")
     assert done.exit_code == 2
-    assert "was fitted on readout 'argmax'; give --readout argmax or another threshold" in done.stderr
+    assert "was fitted on readout 'argmax', asked for is 'expected'; ask for 'argmax', or fit one anew" in done.stderr
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -280,9 +303,9 @@ def test_other_settings_in_the_same_folder_are_refused_before_loading(
     monkeypatch.setattr("pd_rerank.engines.load_engine", lambda *_, **__: FakeEngine())
     assert rerank().exit_code == 0
     monkeypatch.setattr("pd_rerank.engines.load_engine", None)
-    done = rerank("--window-size", "3", "--readout", "argmax")
+    done = rerank("--window-size", "3", "--placeholder", "?")
     assert done.exit_code == 2
-    assert 'readout is "expected" there, "argmax" here; scoring.window is 20 there, 3 here' in done.stderr
+    assert 'prompt_options.placeholder is "0" there, "?" here; scoring.window is 20 there, 3 here' in done.stderr
     assert "--overwrite" in done.stderr
     again = rerank()
     assert (again.exit_code, again.stdout) == (0, "")

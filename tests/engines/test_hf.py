@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pd_rerank.engines import load_engine
 from pd_rerank.engines.base import Engine, WindowPrompt
 from pd_rerank.errors import BadArgument, EngineFailure, MissingResource, ModelMismatch
 from tests.engines.tiny import (
@@ -457,6 +458,17 @@ def test_an_unknown_option_is_an_error() -> None:
         engine(temperature=0.5)
 
 
+def test_the_older_word_for_dtype_is_taken_but_not_beside_the_newer() -> None:
+    with pytest.raises(BadArgument, match="unknown dtype 'int4'"):
+        load_engine("no/such-model", torch_dtype="int4")
+    with pytest.raises(BadArgument, match="give one of them"):
+        load_engine("no/such-model", torch_dtype="bf16", dtype="bf16")
+
+
+def test_device_auto_is_the_best_there_is() -> None:
+    assert engine(device="auto").device == engine().device
+
+
 def test_a_model_object_needs_a_tokenizer() -> None:
     with pytest.raises(BadArgument, match="tokenizer"):
         HFEngine(tiny())
@@ -507,7 +519,7 @@ def test_a_folder_loads_and_says_what_it_is(folder: Any) -> None:
 
 
 def test_a_missing_padding_token_becomes_the_end_token_and_nothing_is_resized(folder: Any) -> None:
-    reader = HFEngine(folder, device="cpu", batching="padded")
+    reader = HFEngine(folder, device="cpu", batching="padded", dtype="float32")
     assert reader.tokenizer.pad_token == reader.tokenizer.eos_token
     assert reader.model.get_input_embeddings().num_embeddings == len(reader.tokenizer) + 5
     read = reader.grade_logits(PROMPTS[:2], GRADES)
