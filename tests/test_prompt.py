@@ -401,6 +401,5 @@ def test_a_document_is_tokenised_once_however_often_it_is_presented(presentation
     )
     assert engine.prompts == 3 * presentations
     assert [sum(text in encoded for encoded in engine.tokenizer.encoded) for text in texts] == [1] * 12
-    assert (
-        len(engine.tokenizer.encoded) < 40
-    )  # what surrounds the documents is tokenised once per width, not per window
+    # What surrounds the documents is tokenised once per width, not per window.
+    assert len(engine.tokenizer.encoded) < 40
