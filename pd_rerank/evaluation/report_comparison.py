@@ -38,6 +38,8 @@ STABILITY = {
 }
 """The stability figures that are compared, and whether more is better (1), worse (-1) or neither (0)."""
 
+_LEVEL = 0.05
+
 RESAMPLES = 20_000
 """Sign patterns drawn where there are too many to count."""
 
@@ -214,8 +216,8 @@ def _side_by_side(
     for figure in figures:
         for system in systems:
             found = intervals[figure.name, system]
-            ends = (None, None, None, 0) if found is None else (found.estimate, found.low, found.high, found.n)
-            rows.append((figure.name, _arrow(figure), system, *ends))
+            if found is not None:
+                rows.append((figure.name, _arrow(figure), system, found.estimate, found.low, found.high, found.n))
     whole = Table(
         title="With intervals", columns=("figure", "better", "system", "value", "low", "high", "n"), rows=tuple(rows)
     )
@@ -236,30 +238,26 @@ def _side_by_side(
 def _contrasts(others: Sequence[str], figures: Sequence[Figure], baseline: str) -> Section:
     rows: list[tuple[Cell, ...]] = []
     for figure in figures:
-        found = {system: figure.contrast(system, baseline) for system in others}
-        adjusted = holm({system: contrast.p for system, contrast in found.items() if contrast is not None})
+        found = {system: contrast for system in others if (contrast := figure.contrast(system, baseline)) is not None}
+        adjusted = holm({system: contrast.p for system, contrast in found.items()})
         for system, contrast in found.items():
-            if contrast is None:
-                rows.append((figure.name, system, None, None, None, None, None, None, None, 0))
-                continue
-            i = contrast.interval
-            verdict = _verdict(figure, i)
-            p = (contrast.p, adjusted[system])
-            rows.append(
-                (figure.name, system, i.estimate, i.low, i.high, verdict, *p, f"{contrast.up} / {contrast.down}", i.n)
-            )
+            i, p = contrast.interval, adjusted[system]
+            verdict = _verdict(figure, i, p)
+            counts = f"{contrast.up} / {contrast.down}"
+            rows.append((figure.name, system, i.estimate, i.low, i.high, verdict, contrast.p, p, counts, i.n))
     table = Table(
         title=f"Less {baseline}",
         columns=("figure", "system", "difference", "low", "high", "so", "p", "p, Holm", "up / down", "n"),
         rows=tuple(rows),
         note="paired over the queries (or directions) both have; p: two-sided sign-flip test, by source group for "
-        "directions; Holm's adjustment is over the systems compared in one figure",
+        "directions; Holm's adjustment is over the systems compared in one figure; open: the interval holds 0, or the "
+        "adjusted p is above .05",
     )
     return Section(title=f"Differences from {baseline}", tables=(table,))
 
 
-def _verdict(figure: Figure, found: Interval) -> str:
-    if not found.excludes_zero:
+def _verdict(figure: Figure, found: Interval, p: float) -> str:
+    if not found.excludes_zero or p > _LEVEL:
         return "open"
     if figure.better == 0:
         return "more" if found.estimate > 0 else "less"

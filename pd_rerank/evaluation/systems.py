@@ -193,4 +193,7 @@ def _residual(found: Any, folder: Path) -> SlotResidual:
 
 def _name(path: Path) -> str:
     """What a file or folder is called where nobody named it."""
-    return path.absolute().parent.name if path.name == _SCORES else path.name.removesuffix(".gz").rsplit(".", 1)[0]
+    whole = path.absolute()
+    if whole.name == _SCORES and (whole.parent / "results.jsonl").is_file():
+        whole = whole.parent
+    return whole.name if whole.is_dir() else whole.name.removesuffix(".gz").rsplit(".", 1)[0]
