@@ -27,6 +27,9 @@ from pd_rerank.errors import BadArgument, InvalidData, MissingResource
 
 logger = logging.getLogger("pd_rerank")
 
+SCORED_WITH = ("numpy", "torch", "transformers", "tokenizers", "peft")
+"""The libraries whose versions can move a score."""
+
 TEXT_FIELDS = ("text", "segment", "contents", "content", "body", "passage")
 """Where a document's text is looked for, in this order (rank_llm's)."""
 

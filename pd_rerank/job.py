@@ -25,6 +25,7 @@ from pd_rerank.decisions import Settle, Threshold
 from pd_rerank.engines.base import Engine
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch
 from pd_rerank.files import (
+    SCORED_WITH,
     manifest,
     read_json,
     run_word,
@@ -360,7 +361,7 @@ class RerankJob:
             "loaded": self._loaded,
             "shown": self.shown,
         }
-        whole = manifest(report, files={name: self.folder / name for name in _HASHED}, libraries=_LIBRARIES)
+        whole = manifest(report, files={name: self.folder / name for name in _HASHED}, libraries=SCORED_WITH)
         write_json(self.folder / _MANIFEST, whole)
         if not self.failed:
             shutil.rmtree(self.folder / _SHARDS, ignore_errors=True)
@@ -397,9 +398,6 @@ class RerankJob:
                 for rank, i in enumerate(order.tolist(), 1)
             ],
         }
-
-
-_LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "peft", "rerankers")
 
 
 class _Count:

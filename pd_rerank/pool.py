@@ -261,6 +261,8 @@ def _pool(record: Mapping[str, Any], *, where: str, count: int) -> Pool:
     else:
         raise InvalidData(f"{where}: 'query' is neither a string nor an object with 'qid' and 'text'")
     found = [_candidate(c, where=f"{where}, candidate {i}") for i, c in enumerate(candidates, 1)]
+    if not text.strip():
+        raise InvalidData(f"{where}: query '{query_id}' has no text; write one or drop the line")
     try:
         return Pool(query_id=query_id, query=text, candidates=tuple(found))
     except InvalidData as error:

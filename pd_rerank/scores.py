@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource
-from pd_rerank.files import read_json, sha256_file, versions, whole_file, whole_folder, write_json
+from pd_rerank.files import SCORED_WITH, read_json, sha256_file, versions, whole_file, whole_folder, write_json
 from pd_rerank.pool import Pool, pool_sha256, pools_sha256
 
 Scores = npt.NDArray[np.float64]
@@ -252,7 +252,6 @@ def window_widths(window: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 _SCORES, _RUN = "scores.npz", "run.json"
-_LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "peft")
 
 
 def write_scores(folder: str | Path, tables: Sequence[ScoreTable], *, run: Mapping[str, Any]) -> None:
@@ -276,7 +275,7 @@ def write_scores(folder: str | Path, tables: Sequence[ScoreTable], *, run: Mappi
             **run,
             "format": "pd_rerank scores 1",
             "queries": len(tables),
-            "versions": versions(_LIBRARIES),
+            "versions": versions(SCORED_WITH),
             "sha256": {_SCORES: sha256_file(fresh / _SCORES)},
         }
         write_json(fresh / _RUN, record)

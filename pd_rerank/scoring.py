@@ -218,11 +218,10 @@ def _calibrated(
     window: npt.NDArray[np.int32],
     slot: npt.NDArray[np.int32],
     probes: dict[int, FloatArray],
-    strength: float = 1.0,
 ) -> FloatArray:
     """CapCal: take off what a prompt of empty documents says at the same slot, the more the less sure the grade is.
 
-    p' = p - strength · H(p) · (p_probe - 1/G), clipped at 1e-8 and renormalised; H in nats. Slots and widths come
+    p' = p - H(p) · (p_probe - 1/G), clipped at 1e-8 and renormalised; H in nats. Slots and widths come
     from the partition. Returns log-probabilities. Source: method, section 4.4.
     """
     p = grade_probabilities(grades)
@@ -232,7 +231,7 @@ def _calibrated(
         here = (slot >= 0) & (widths == width)
         reference[here] = grade_probabilities(logits)[slot[here]]
     with np.errstate(divide="ignore"):
-        log_p: Scores = np.log(capcal(p, reference, strength=strength))
+        log_p: Scores = np.log(capcal(p, reference))
     log_p[slot < 0] = grades[slot < 0]
     return log_p.astype(np.float32)
 

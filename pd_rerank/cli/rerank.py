@@ -269,7 +269,7 @@ class _Work:
 
     def job(self, *, overwrite: bool) -> RerankJob:
         """The job in its folder, compared with what is there."""
-        from pd_rerank.files import versions
+        from pd_rerank.files import SCORED_WITH, versions
         from pd_rerank.job import RerankJob
 
         settings = self.settings
@@ -300,7 +300,7 @@ class _Work:
                     "chat": settings.chat,
                 },
                 "scoring": self.scoring.describe(),
-                "versions": versions(("numpy", "torch", "transformers", "tokenizers", "peft")),
+                "versions": versions(SCORED_WITH),
             },
         )
 
