@@ -331,7 +331,7 @@ def _bar(job: RerankJob, *, shown: bool | None) -> Iterator[OnWindows]:
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    wanted = sys.stderr.isatty() if shown is None else shown
+    wanted = (sys.stderr is not None and sys.stderr.isatty()) if shown is None else shown
     off = not wanted or not logger.isEnabledFor(logging.INFO)
     with (
         logging_redirect_tqdm([logger]),
