@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pd_rerank.pool import Candidate, Pool, pools_sha256, write_pools
+from pd_rerank.pool import Candidate, Pool, pool_sha256, pools_sha256, write_pools
 from pd_rerank.scores import write_scores
 from tests.tables import table
 
@@ -43,7 +43,13 @@ def write_scored(folder: Path, scores: Mapping[str, list[list[float]]], **record
         # Every presentation shows the four in another order.
         slots = [[(slot + k) % 4 for slot in range(4)] for k in range(len(rows))]
         tables.append(table(rows, slots, query_id=pool.query_id, doc_ids=pool.doc_ids))
-    run = {"engine": {"model": "m"}, "prompt": {"template_hash": "h"}, "pools_sha256": pools_sha256(made), **record}
+    run = {
+        "engine": {"model": "m"},
+        "prompt": {"template_hash": "h"},
+        "pools_sha256": pools_sha256(made),
+        "pool_sha256": {pool.query_id: pool_sha256(pool) for pool in made},
+        **record,
+    }
     write_scores(folder, tables, run=run)
 
 

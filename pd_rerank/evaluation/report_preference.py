@@ -137,7 +137,8 @@ def preference_report(
     sections = [*gate_section(gates), _coverage(cases), _preference(ranker, mine), _position(ranker, mine, ties)]
     for reference in references:
         sections.append(_against(mine, population(reference.outcomes, which), reference.name, ties))
-    sections.append(_decided(ranker, references[0], which, draw=draw))
+    if any(o.missing is None for o in mine):
+        sections.append(_decided(ranker, references[0], which, draw=draw))
     if draw:
         sections.append(_scatter([ranker, *references], which, ties))
     recipe = asdict(GROUPS) | {"unit": "source groups"}
@@ -277,7 +278,10 @@ def _against(mine: Sequence[PairOutcome], theirs: Sequence[PairOutcome], name: s
 
 
 def _decided(ranker: Ranker, first: Ranker, which: Population, *, draw: bool) -> Section:
-    found = decompose(population(ranker.branched, which), population(first.outcomes, which))
+    mine, theirs = (
+        [o for o in population(outcomes, which) if o.missing is None] for outcomes in (ranker.branched, first.outcomes)
+    )
+    found = decompose(mine, theirs)
     branches = Table(
         title="By what decided",
         columns=("branch", "n", "strict", "reverse", "tie", "unavailable", "first stage right", "corrected", "broken"),
@@ -303,10 +307,11 @@ def _decided(ranker: Ranker, first: Ranker, which: Population, *, draw: bool) ->
         Row(name="saturation", value=found.saturation, note="of the equal grades, those at the highest grade seen"),
     )
     told = "" if ranker.cost is not None else " Here the whole pool is the window, and the first stage breaks ties."
-    matrix, pictures = _matrix(population(ranker.branched, which), ranker.top_grade, draw=draw)
+    matrix, pictures = _matrix(mine, ranker.top_grade, draw=draw)
     return Section(
         title="What decided",
-        text=f"Successes and failures by what decided them, beside what the first stage had right.{told}",
+        text=f"Successes and failures by what decided them, beside what the first stage had right; covered "
+        f"directions only.{told}",
         rows=rows,
         tables=(branches, *matrix),
         pictures=pictures,
