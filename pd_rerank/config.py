@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -91,12 +92,12 @@ def _option(default: Any, help: str, panel: str, **limits: Any) -> Any:
     return Field(default, description=help, json_schema_extra={"panel": panel}, **limits)
 
 
-_IN, _MODEL, _PROMPT = "What is reranked", "Model", "What is asked"
+_IN, _MODEL, _PROMPT = "What is scored", "Model", "What is asked"
 _SHOW, _READ, _OUT = "How candidates are shown", "What is read and decided", "What is written"
 
 
-class RerankSettings(Settings):
-    """Everything `pd-rerank rerank` can be told, on the command line or in a file."""
+class ScoringSettings(Settings):
+    """What is scored, by which model, in which words: what every command that scores pools can be told."""
 
     run: Path | None = _option(None, "TREC run: query id, Q0, document id, rank, score, tag.", _IN)
     corpus: Path | None = _option(None, "Texts of the run's documents: .jsonl, or .tsv (id, tab, text).", _IN)
@@ -143,6 +144,24 @@ class RerankSettings(Settings):
     partition: Annotated[Literal["round_robin", "contiguous", "hashed"], BeforeValidator(_spelling)] = _option(
         "round_robin", "How a pool is cut into windows.", _SHOW
     )
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        parts = {"--run": self.run, "--corpus": self.corpus, "--topics": self.topics}
+        given = [name for name, value in parts.items() if value is not None]
+        if self.pools is not None and given:
+            raise ValueError(f"--pools holds texts and queries already; leave out {', '.join(given)}")
+        if self.pools is not None and self.hits is not None:
+            raise ValueError("--hits is for a run; pools are taken as they are")
+        if self.pools is None and len(given) < 3:
+            lacking = ", ".join(name for name in parts if name not in given)
+            raise ValueError(f"nothing to score: give --pools, or --run, --corpus and --topics ({lacking} missing)")
+        return self
+
+
+class RerankSettings(ScoringSettings):
+    """Everything `pd-rerank rerank` can be told, on the command line or in a file."""
+
     order: Literal["given", "reverse", "canonical"] = _option(
         "given", "Arrangement before that; canonical: by content, whatever order candidates came in.", _SHOW
     )
@@ -168,16 +187,7 @@ class RerankSettings(Settings):
     shard_size: int = _option(16, "Queries per shard; an interruption loses at most one shard.", _OUT, ge=1)
 
     @model_validator(mode="after")
-    def _one_input(self) -> RerankSettings:
-        parts = {"--run": self.run, "--corpus": self.corpus, "--topics": self.topics}
-        given = [name for name, value in parts.items() if value is not None]
-        if self.pools is not None and given:
-            raise ValueError(f"--pools holds texts and queries already; leave out {', '.join(given)}")
-        if self.pools is not None and self.hits is not None:
-            raise ValueError("--hits is for a run; pools are taken as they are")
-        if self.pools is None and len(given) < 3:
-            lacking = ", ".join(name for name in parts if name not in given)
-            raise ValueError(f"nothing to rerank: give --pools, or --run, --corpus and --topics ({lacking} missing)")
+    def _one_decision(self) -> RerankSettings:
         if self.settle and self.presentations < 3:
             raise ValueError("--settle needs --presentations 3 or more, the most a query may take")
         if self.residual is not None and self.calibration != "none":
@@ -448,4 +458,63 @@ class CompareSettings(Settings):
             raise ValueError(f"a comparison needs two systems, PATH or NAME=PATH, or more; got {len(self.systems)}")
         if self.pairs is not None and self.pools is None:
             raise ValueError("--pairs needs --pools, in which its passages are found")
+        return self
+
+
+# -- training labels --------------------------------------------------------------------------------------------
+
+_LABELS = "Labels that are there already"
+
+
+class LabelSettings(ScoringSettings):
+    """Everything `pd-rerank label` can be told.
+
+    Labels come from a teacher (`model`), from scores a teacher gave before (`scores`), or from judgements (`qrels`
+    alone). Beside a teacher or scores, `qrels` is what the labels are compared with.
+    """
+
+    scores: Path | None = _option(
+        None, "Scores of these pools as 'rerank' wrote them, with --presentations; takes no model.", _LABELS
+    )
+    qrels: Path | None = _option(
+        None, "Judgements the labels are compared with; they are the labels where there is no --model.", _LABELS
+    )
+    map_grades: str | None = _option(
+        None, "Label grades that judged grades stand for: 0=0,1=3. Left out: the same.", _LABELS
+    )
+    unjudged: int | None = _option(
+        None, "Label grade of documents nobody judged. Left out: an error that lists them.", _LABELS, ge=0
+    )
+
+    model: str | None = _option(None, "Teacher: short name, folder or hub id of a causal LM.", _MODEL)  # type: ignore[assignment]
+    partition: Annotated[Literal["round_robin", "contiguous"], BeforeValidator(_spelling)] = _option(
+        "round_robin", "How a shuffled pool is cut into windows.", _SHOW
+    )
+    presentations: int = _option(10, "Shuffles of the whole pool, seeds 0, 1, …; 1: the pool as it is.", _SHOW, ge=1)
+
+    output: Path | None = _option(None, "Folder for labels/, report/ and, with a model, teacher/.", _OUT)
+    experiment_id: str | None = _option(None, "Name in the manifest; left out: the folder's.", _OUT)
+    metrics: str = _option("nDCG@10", "Metrics of the comparison with --qrels, between commas.", _OUT)
+    shard_size: int = _option(16, "Queries per shard; an interruption loses at most one shard.", _OUT, ge=1)
+
+    @property
+    def teacher(self) -> str | None:
+        """The model to ask; None where labels come from scores or judgements."""
+        return self.model or ("fake" if self.engine == "fake" else None)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> LabelSettings:
+        if self.scores is not None and self.teacher is not None:
+            raise ValueError("--scores holds a teacher's scores already; leave out --model")
+        if self.scores is None and self.qrels is None and self.teacher is None:
+            raise ValueError("no labels: give a teacher (--model), its scores (--scores) or judgements (--qrels)")
+        judged = self.scores is None and self.teacher is None
+        for name, idle in (("map_grades", not judged), ("unjudged", not judged), ("adapter", self.teacher is None)):
+            if idle and getattr(self, name) is not None:
+                cure = (
+                    "is for judgements alone; leave out --model and --scores" if name != "adapter" else "needs --model"
+                )
+                raise ValueError(f"--{name.replace('_', '-')} {cure}")
+        if self.map_grades is not None and not re.fullmatch(r"-?\d{1,9}=\d+(,-?\d{1,9}=\d+)*", self.map_grades):
+            raise ValueError(f"--map-grades is a list such as 0=0,1=3, got '{self.map_grades}'")
         return self
