@@ -105,7 +105,9 @@ def _indicators(places: Places) -> Scores:
 
 
 def _unexplained(values: Scores, columns: Scores) -> Scores:
-    solution, *_ = np.linalg.lstsq(columns, values, rcond=None)
+    # By the normal equations: on all the rows, lstsq keeps the BLAS library's threads spinning, for 36 times the CPU
+    # time (200 queries of 10 x 100: 5.4 s against .15 s). Indicators are conditioned well enough.
+    solution, *_ = np.linalg.lstsq(columns.T @ columns, columns.T @ values, rcond=None)
     return np.asarray(values - columns @ solution)
 
 
