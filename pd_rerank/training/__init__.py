@@ -1,0 +1,1 @@
+"""Training an order-consistent adapter: labels, examples, losses, selection and what is kept of it."""
