@@ -48,7 +48,7 @@ WHOLE = report(
         ),
     ),
     threshold=0.5,
-    inputs={"run": "a.trec", "other": ["b", 1]},
+    inputs={"run": "a.trec", "other": ["é", 1]},
 )
 
 
@@ -103,7 +103,7 @@ def test_everything_the_report_holds_is_on_the_page() -> None:
     assert seen.of("td")[10:14] == ["ours", "0.7500", "d1", "0.5000"]
     assert seen.of("p", class_="note") == ["of 2 queries"]
     assert (seen.of("h3"), seen.of("figcaption"), seen.of("svg")) == (["Slots"], ["What slots do"], ["drawn"])
-    assert seen.of("td")[14:] == ["threshold", "0.5", "inputs", '{"run": "a.trec", "other": ["b", 1]}']
+    assert seen.of("td")[14:] == ["threshold", "0.5", "inputs", '{"run": "a.trec", "other": ["é", 1]}']
 
 
 def test_queries_stand_in_the_reports_order_and_open_where_there_are_documents() -> None:

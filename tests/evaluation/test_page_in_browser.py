@@ -29,14 +29,20 @@ QUERIES = [("q10", "second word", 0.5), ("007", "<script>throw 1</script>", None
 
 
 def report() -> Report:
+    found = (("d10", 9.5, "3/9"), ("d9", None, None), ("d7", 10.5, "10/10"), ("d8", -1.0, "5/9"))
     documents = Table(
-        title="Documents", columns=("document", "score"), rows=(("d10", 9.5), ("d9", None), ("d7", 10.5), ("d8", -1.0))
+        title="Documents",
+        columns=("document", "score", "kept", "text"),
+        rows=tuple((*row, "a text that takes its room " * 3) for row in found),
     )
     svgs = [score_movement([[0.9, 0.4], [0.8, 0.6]], ["a", "<b>"], 0.5), tie_matrix([[1, 2], [3, 4]], ["0", "1"])]
     return Report(
         title="Browsed </title>",
         settings={"k": 10},
-        sections=(Section(title="Pictures", pictures=tuple(Picture(title="p", caption="c", svg=svg) for svg in svgs)),),
+        sections=(
+            Section(title="Tables", tables=(documents,)),
+            Section(title="Pictures", pictures=tuple(Picture(title="p", caption="c", svg=svg) for svg in svgs)),
+        ),
         queries=tuple(Query(query_id=i, query=q, values={"overlap": v}, documents=documents) for i, q, v in QUERIES),
     )
 
@@ -113,10 +119,11 @@ def test_filter_order_and_sort_work(tmp_path: Path) -> None:
     type($("#filter"), "overlap"); found.none = ids();
     type($("#filter"), ""); found.again = ids();
     for (const option of ["0 up", "0 down", "id", ""]) { type($("#order"), option); found[option] = ids(); }
-    const [name, score] = [...$("#list table").tHead.rows[0].cells];
+    const [name, score, kept] = [...$("#list table").tHead.rows[0].cells];
     score.firstChild.click(); found.up = column(1); found.sort = score.ariaSort;
     score.firstChild.click(); found.down = column(1);
     name.firstChild.click(); found.names = column(0); found.unsorted = score.ariaSort;
+    kept.firstChild.click(); found.kept = column(2);
     document.body.dataset.said = JSON.stringify(found);
     """
     document, console, _ = browse(page(report()), tmp_path, script=script)
@@ -138,6 +145,7 @@ def test_filter_order_and_sort_work(tmp_path: Path) -> None:
         "down": ["10.5000", "9.5000", "-1.0000", "–"],
         "names": ["d10", "d7", "d8", "d9"],
         "unsorted": None,
+        "kept": ["10/10", "3/9", "5/9", "–"],
     }
 
 
