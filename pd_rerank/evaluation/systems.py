@@ -184,11 +184,10 @@ def _of_scores(folder: Path, name: str, files: tuple[str, ...], readout: str | N
 def _residual(found: Any, folder: Path) -> SlotResidual:
     """The slot residual that run.json records; JSON has turned its widths into text."""
     try:
-        residual = SlotResidual(**found)
-        offsets = {int(width): tuple(map(float, values)) for width, values in residual.offsets.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidData(f"{folder / 'run.json'}: 'residual' is no slot residual ({error})") from error
-    return replace(residual, offsets=offsets)
+        offsets = {int(width): tuple(map(float, values)) for width, values in found["offsets"].items()}
+        return SlotResidual(offsets=offsets, readout=found["readout"], n_queries=found["n_queries"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidData(f"{folder / 'run.json'}: 'residual' is no slot residual ({error!r})") from error
 
 
 def _name(path: Path) -> str:

@@ -25,6 +25,7 @@ from pd_rerank.evaluation.resampling import (
     joint_bootstrap,
     noise_floor,
     paired_bootstrap,
+    ratio_bootstrap,
     sign_flip_test,
     sign_test,
     wilson,
@@ -58,6 +59,18 @@ def test_paired_bootstrap_of_the_methods_example() -> None:
     found = paired_bootstrap([0.1, -0.2, 0.3, 0.05, 0.15])
     assert (found.estimate, found.low, found.high) == pytest.approx((0.08, -0.08, 0.21), abs=1e-12)
     assert (found.unit, found.units, found.n, found.recipe) == ("queries", 5, 5, QUERIES)
+
+
+def test_a_pooled_share_is_resampled_by_query() -> None:
+    # Numerators and denominators share the draws: a query of weight 0 moves nothing, equal shares have no spread.
+    found = ratio_bootstrap([1.0, 2.0, 0.0], [2.0, 4.0, 0.0], QUICK)
+    assert (found.estimate, found.low, found.high, found.n) == (0.5, 0.5, 0.5, 3)
+    spread = ratio_bootstrap([0.0, 3.0], [1.0, 3.0], QUICK)  # 0, 3/4 and 1 for the draws 11, 12, 22
+    assert (spread.estimate, spread.low, spread.high) == (0.75, 0.0, 1.0)
+    assert ratio_bootstrap([1.0], [4.0], QUICK).low is None
+    for above, below in (([1.0], [0.0]), ([1.0, 1.0], [1.0, -1.0]), ([1.0], [1.0, 2.0])):
+        with pytest.raises(BadArgument, match="ratio"):
+            ratio_bootstrap(above, below)
 
 
 def test_draws_in_blocks_are_the_draws_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
