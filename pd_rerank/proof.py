@@ -20,8 +20,11 @@ _TEXTS = (
 )
 """A probe whose documents differ in length and in what they say."""
 
-EXACT, HALF = 1e-4, 2e-2
-"""How far scores of two ways to compute the same may be apart: in single precision, in half precision."""
+EXACT, HALF = 1e-4, 5e-2
+"""How far scores of two ways to compute the same may be apart: in single precision, in half precision.
+
+Rounding alone moved scores of a 135M model in bfloat16 by up to 0.035 on a CPU; a wrong slot or mask moves them by more.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -240,7 +240,7 @@ class HFEngine:
         wheel = read_json(manifest) if manifest and manifest.is_file() else None
         commit = getattr(self._config, "_commit_hash", None)
         if self.name in EMBEDDED:  # where it lies is this machine's own business; what it is, is not
-            commit = commit or (Path(source).name if source and not wheel else None)
+            commit = commit or (Path(source).name if source and Path(source).parent.name == "snapshots" else None)
             source = None
         return {
             "engine": "hf",
