@@ -65,7 +65,7 @@ def rerank(
     written, and the exit code is 7.
     """
     settings = load(RerankSettings, file=config, given=given)
-    work = _Work(settings)
+    work = Work(settings)
     if dry_run or validate_only:
         found = work.counts() | ({} if validate_only else work.estimate())
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
@@ -74,6 +74,11 @@ def rerank(
     if job.finished:
         logger.info("%s is finished already, with these settings and pools", job.folder)
         return
+    _report(job, finish(work, job, progress=progress))
+
+
+def finish(work: Work, job: RerankJob, *, progress: bool | None, doing: str = "reranking") -> dict[str, Any]:
+    """Score what is left of a job, write its results and return its manifest; after Ctrl-C say what is kept."""
     start, before = time.monotonic(), job.done
     if job.scored:
         logger.info("all %d queries are scored already; results are written from these scores", before)
@@ -81,7 +86,7 @@ def rerank(
         logger.info("going on after %d of %d queries", before, len(work.pools))
     try:
         if not job.scored:
-            work.score(job, progress=progress)
+            work.score(job, progress=progress, doing=doing)
     except KeyboardInterrupt:
         logger.error(
             "interrupted; %d of %d queries are kept in %s, run the same command again to go on",
@@ -91,8 +96,7 @@ def rerank(
         )
         raise typer.Exit(130) from None
     record = work.counts() | {"resumed_after": before, "seconds": round(time.monotonic() - start, 3)}
-    manifest = job.write(record=record)
-    _report(job, manifest)
+    return job.write(record=record)
 
 
 def _report(job: RerankJob, manifest: dict[str, Any]) -> None:
@@ -114,7 +118,7 @@ def _report(job: RerankJob, manifest: dict[str, Any]) -> None:
     logger.info("%d queries, %d candidates: %s", manifest["queries"], manifest["candidates"], job.folder)
 
 
-class _Work:
+class Work:
     """Settings turned into what they name; making it finds every bad argument and missing file."""
 
     def __init__(self, settings: RerankSettings) -> None:
@@ -304,10 +308,10 @@ class _Work:
             },
         )
 
-    def score(self, job: RerankJob, *, progress: bool | None) -> None:
+    def score(self, job: RerankJob, *, progress: bool | None, doing: str) -> None:
         """Load the engine and score what is left of the job."""
         engine, prompt = self.open()
-        with _bar(job, shown=progress) as on_windows:
+        with _bar(job, shown=progress, doing=doing) as on_windows:
             job.score(engine=engine, prompt=prompt, on_windows=on_windows)
 
     def open(self) -> tuple[Engine, GradePrompt]:
@@ -326,7 +330,7 @@ class _Work:
 
 
 @contextmanager
-def _bar(job: RerankJob, *, shown: bool | None) -> Iterator[OnWindows]:
+def _bar(job: RerankJob, *, shown: bool | None, doing: str) -> Iterator[OnWindows]:
     """A progress bar over windows on stderr: off with --quiet, and where stderr is no terminal unless asked for."""
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
@@ -338,7 +342,7 @@ def _bar(job: RerankJob, *, shown: bool | None) -> Iterator[OnWindows]:
         tqdm(
             total=job.windows_total,
             initial=job.windows_done,
-            desc="reranking",
+            desc=doing,
             unit="window",
             disable=off,
             file=sys.stderr,

@@ -46,6 +46,9 @@ REQUIRED = (
 
 _LABELS, _MANIFEST, _FOLDER = "labels.jsonl", "manifest.json", "labels"
 
+FILES = (_LABELS, _MANIFEST)
+"""What `write_labels` puts into its folder."""
+
 _ROUNDING = 1e-3
 """How far another program's rounding may put a mean or a sum of probabilities off."""
 
@@ -208,20 +211,22 @@ class Labels(Mapping[str, Mapping[str, Label]]):
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-def write_labels(folder: str | Path, labels: Labels) -> dict[str, Any]:
+def write_labels(folder: str | Path, labels: Labels, *, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write labels.jsonl and manifest.json, whole or not at all, and return the manifest; `read_labels` reads it back.
+
+    The manifest holds the labels' own, `also`, counts, versions, the time and the SHA-256 of labels.jsonl.
 
     A line is one label: `query_id`, `doc_id`, `score_continuous` (the mean), `score_raw_vector` (T scores),
     `score_grade_vector` (mean probabilities, or null), `teacher_model_id`, `teacher_protocol`, `prompt_template_id`,
     `k_perms`. Times are in the manifest alone: equal labels, equal lines. Source: method, 4.1.
     """
-    made = {key: value for key, value in labels.manifest.items() if key not in ("versions", "sha256", "created")}
+    made = {**labels.manifest, **(also or {})}
     lacking = [key for key in REQUIRED[:4] if key not in made]
     if lacking:
         raise BadArgument(f"the labels' manifest lacks {', '.join(lacking)}")
     same = {key: made[key] for key in ("teacher_model_id", "teacher_protocol", "prompt_template_id")}
     same["k_perms"] = labels.presentations
-    with whole_folder(folder, holds=(_LABELS, _MANIFEST)) as fresh:
+    with whole_folder(folder, holds=FILES) as fresh:
         write_jsonl(fresh / _LABELS, (_line(label) | same for query in labels.values() for label in query.values()))
         counts = {
             "n_queries": len(labels),
@@ -274,7 +279,7 @@ def read_labels(path: str | Path) -> Labels:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    for name in (_LABELS, _MANIFEST):
+    for name in FILES:
         if not (folder / name).is_file():
             raise MissingResource(f"{folder} is no label folder: it has no {name}; a JSONL file can be named itself")
     record = read_json(folder / _MANIFEST)
@@ -358,6 +363,8 @@ def labels_of_tables(
     count, grades = next(iter(shapes), (int((run.get("scoring") or {}).get("presentations") or 1), 4))
     without: dict[str, list[str]] = {}
     labels = [label for _, table in full for label in _labels_of(table, without)]
+    if full and not labels:
+        raise InvalidData(f"in none of {len(full)} queries has a document all {count} grades; nothing is labelled")
     scoring = dict(run.get("scoring") or {})
     seed = int(scoring.get("seed") or 0)
     shuffled = "k_shot_window" if scoring.get("shuffle") == "window" else "k_shot_bsc"
