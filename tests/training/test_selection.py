@@ -163,7 +163,7 @@ def test_quality_at_equal_stability() -> None:
 
 def test_stability_at_equal_quality() -> None:
     assert equal_quality(POINTS).kept == POINTS[3]
-    assert equal_quality(POINTS, band=0.004).kept == POINTS[2]
+    assert equal_quality(POINTS, band=0.0089).kept == POINTS[2]
     assert equal_quality([at(1, 1, 0.4)]).kept is None
 
 
