@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pd_rerank.config import CompareSettings, EvaluateSettings, PreferenceSettings, StabilitySettings
 from pd_rerank.decisions import Threshold
+from pd_rerank.evaluation.report import FILES
 from pd_rerank.files import read_qrels
 from tests.designated import SHARED
 from tests.evaluated import QUERIES, SHAKY, STEADY, run_lines, write_evaluation, write_scored
@@ -341,3 +345,33 @@ def test_a_small_evaluation_loads_no_model_library_and_compiles_nothing(folder: 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- the page that says what is where ------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
+
+
+def test_every_function_the_page_names_is_there() -> None:
+    named = {name for name in re.findall(r"`([a-z_]+\.[A-Za-z_0-9]+)`", PAGE) if name not in FILES}
+    assert len(named) > 40
+    missing = []
+    for module, _, function in (name.partition(".") for name in sorted(named)):
+        if not hasattr(import_module(f"pd_rerank.evaluation.{module}"), function):
+            missing.append(f"{module}.{function}")
+    assert missing == []
+
+
+def test_every_option_the_page_names_is_its_commands() -> None:
+    settings = {
+        "evaluate": EvaluateSettings,
+        "stability": StabilitySettings,
+        "preference": PreferenceSettings,
+        "compare": CompareSettings,
+    }
+    calls = re.findall(r"pd-rerank (evaluate|stability|preference|compare)([^`\n]*)", PAGE)
+    named = {(command, option) for command, rest in calls for option in re.findall(r"--([a-z-]+)", rest)}
+    assert {command for command, _ in named} == set(settings)
+    assert [(c, o) for c, o in sorted(named) if o.replace("-", "_") not in settings[c].model_fields] == []
+    limits = {name for of in settings.values() for name in of.model_fields if name.startswith(("max_", "min_"))}
+    assert {name.replace("-", "_") for name in re.findall(r"--((?:max|min)-[a-z-]+)", PAGE)} == limits
