@@ -353,7 +353,11 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/evaluation.md").read_text(en
 
 
 def test_every_function_the_page_names_is_there() -> None:
-    named = {name for name in re.findall(r"`([a-z_]+\.[A-Za-z_0-9]+)`", PAGE) if name not in FILES}
+    named = {
+        name
+        for name in re.findall(r"`([a-z_]+\.[A-Za-z_0-9]+)`", PAGE)
+        if name not in FILES and not name.startswith("pd_rerank.")
+    }
     assert len(named) > 40
     missing = []
     for module, _, function in (name.partition(".") for name in sorted(named)):
