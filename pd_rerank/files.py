@@ -262,7 +262,7 @@ def finite(value: Any, *, what: str, where: str) -> float:
 def read_topics(path: str | Path, *, allow_empty: bool = False) -> dict[str, str]:
     """Query texts by id, in file order: JSONL where the name ends in .jsonl or .jsonl.gz, else id, tab, text.
 
-    Blank lines are skipped. An id without a text is refused unless `allow_empty`; so is an id seen before.
+    Blank lines are skipped, in a .tsv with a warning. An id without a text is refused unless `allow_empty`; so is an id seen before.
     """
     topics: dict[str, str] = {}
     for where, query_id, text in _topic_lines(path):
@@ -286,9 +286,10 @@ def _topic_lines(path: str | Path) -> Iterator[tuple[str, str, str]]:
             )
         return
     for number, line in read_lines(path):
-        if not line.strip():
-            continue
         where = f"{path}:{number}"
+        if not line.strip():
+            logger.warning("%s: empty line, skipped; if a query belongs there, write it, else drop the line", where)
+            continue
         query_id, tab, text = line.partition("\t")
         if not tab:
             hint = "; name JSON lines .jsonl" if line.lstrip().startswith("{") else ""

@@ -345,7 +345,13 @@ class PoolJob:
         """The pools, and counts: documents without text, documents folded into another."""
         runs = self.runs
         wanted = dict.fromkeys(d for run in runs.values() for hits in run.values() for d in hits)
-        texts, missing = fetch_texts(self.texts, wanted, missing_limit=self.missing_limit)
+        texts, missing = fetch_texts(
+            self.texts,
+            wanted,
+            missing_limit=self.missing_limit,
+            name=str(getattr(self.texts, "path", "the text index")),
+            origin=lambda doc_id: f"'{doc_id}' of route '{_finder(runs, doc_id)}'",
+        )
         if missing:
             logger.warning(
                 "%d of %d documents have no text (%s); they are left out", len(missing), len(wanted), _some(missing)
@@ -404,6 +410,11 @@ def _shard_line(query_id: str, hits: Sequence[Hit], route: Route) -> dict[str, A
         if not math.isfinite(hit.score):
             raise InvalidData(f"route '{route.name}', query '{query_id}', document '{hit.doc_id}': score {hit.score}")
     return {"qid": query_id, "docids": ids, "scores": [float(hit.score) for hit in ranked]}
+
+
+def _finder(runs: Mapping[str, Run], doc_id: str) -> str:
+    """The first route that found a document."""
+    return next(name for name, run in runs.items() if any(doc_id in hits for hits in run.values()))
 
 
 def _keep(
@@ -586,7 +597,10 @@ def _route(name: str, route: RouteSettings, settings: PoolSettings) -> Route:
     index, options = route.index, route.searcher_options()
 
     def open_index() -> Searcher:
-        return open_searcher(route.type, index, threads=settings.threads, **options)
+        try:
+            return open_searcher(route.type, index, threads=settings.threads, **options)
+        except MissingResource as error:
+            raise MissingResource(f"route '{name}': {error}") from error
 
     depends_on = {"type": route.type, "index": str(index), "index_sha256": _fingerprint(index), **options}
     return Route(name=name, source=SearchSource(open_index, depends_on=depends_on), depth=depth)

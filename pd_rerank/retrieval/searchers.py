@@ -161,16 +161,24 @@ def open_texts(source: str | Path | Mapping[str, str] | Texts) -> Texts:
 
 
 def fetch_texts(
-    source: Texts, doc_ids: Iterable[str], *, missing_limit: float = 0.0, name: str = "the text source"
+    source: Texts,
+    doc_ids: Iterable[str],
+    *,
+    missing_limit: float = 0.0,
+    name: str = "the text source",
+    origin: Callable[[str], str] = repr,
 ) -> tuple[dict[str, str], list[str]]:
-    """The texts of `doc_ids` and the ids that have none; more of those than `missing_limit` (a share) is an error."""
+    """The texts of `doc_ids` and the ids that have none; more of those than `missing_limit` (a share) is an error.
+
+    `name` is what the error calls the source, `origin` how it writes an id.
+    """
     if not 0.0 <= missing_limit <= 1.0:
         raise BadArgument(f"missing_limit is a share between 0 and 1, got {missing_limit}")
     wanted = list(dict.fromkeys(doc_ids))
     texts = source.texts(wanted)
     missing = [doc_id for doc_id in wanted if doc_id not in texts]
     if missing and len(missing) > missing_limit * len(wanted):
-        some = ", ".join(f"'{doc_id}'" for doc_id in missing[:5]) + (", …" if len(missing) > 5 else "")
+        some = ", ".join(map(origin, missing[:5])) + (", …" if len(missing) > 5 else "")
         cure = (
             "index and texts are of different collections, or it stores no texts: give a text index or corpus file"
             if len(missing) == len(wanted)
@@ -257,6 +265,7 @@ class _LuceneSearcher(_Searcher):
         self._generator = java_class("io.anserini.search.query.BagOfWordsQueryGenerator")()
         self._sort, self._json = _sort_by_score_and_id(), _hits_as_json()
         self._ids: dict[int, str] = {}
+        self._all = max(1, int(self._reader.maxDoc()))
         self._closed = False
 
     @property
@@ -264,17 +273,18 @@ class _LuceneSearcher(_Searcher):
         """How many documents the index holds."""
         return int(self._reader.numDocs())
 
-    def _each(self, ask: Callable[[Any], list[Hit]], queries: Sequence[Any], k: int) -> list[list[Hit]]:
+    def _each(self, ask: Callable[[Any, int], list[Hit]], queries: Sequence[Any], k: int) -> list[list[Hit]]:
         if k < 1:
             raise BadArgument(f"at least one hit must be asked for, got k={k}")
         if self._closed:
             raise PdRerankError(f"the searcher on {self.name} is closed")
+        k = min(k, self._all)
         if self.threads == 1 or len(queries) < 2:
-            return [ask(query) for query in queries]
+            return [ask(query, k) for query in queries]
 
         def in_thread(share: Sequence[Any]) -> list[list[Hit]]:
             with java_thread():
-                return [ask(query) for query in share]
+                return [ask(query, k) for query in share]
 
         shares = [queries[i :: self.threads] for i in range(self.threads)]
         with ThreadPoolExecutor(self.threads) as pool:
@@ -360,7 +370,7 @@ class BM25Searcher(_LuceneSearcher):
 
     def search(self, queries: Sequence[str], k: int = 100) -> list[list[Hit]]:
         """The best `k` documents of each query, best first; an empty list where nothing matches."""
-        return self._each(lambda query: self._search(_spoken(query), k), _listed(queries), k)
+        return self._each(self._search, list(map(_spoken, _listed(queries))), k)
 
     def _search(self, query: str, k: int) -> list[Hit]:
         if self._simple is None:
@@ -471,7 +481,7 @@ class ImpactSearcher(_LuceneSearcher):
 
     def search_weights(self, queries: Sequence[Mapping[str, int]], k: int = 100) -> list[list[Hit]]:
         """The best `k` documents for each query given as whole weights by term, as a Pyserini encoder gives them."""
-        return self._each(lambda query: self._search(query, k), queries, k)
+        return self._each(self._search, queries, k)
 
     def _search(self, query: Mapping[str, int], k: int) -> list[Hit]:
         if not query:
@@ -597,7 +607,7 @@ def resolve_index(index: str | Path, kind: Kind) -> Path:
     if folder.is_file():
         raise MissingResource(f"{word} is a file; an index is a folder")
     if isinstance(index, Path) or any(mark in word for mark in "/\\~") or word.startswith("."):
-        raise MissingResource(f"no index folder {word}")
+        raise MissingResource(f"no index folder {word}; make it with 'pd-rerank index', or mend the path")
     return _prebuilt(word, kind)
 
 

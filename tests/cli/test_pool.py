@@ -124,7 +124,7 @@ def test_building_from_runs_loads_nothing_heavy(pool: Run, collection: Path) -> 
         ("run.trec", "007 Q0 1 1 9\n", 5, "run.trec:1: 5 columns; a run line has six"),
         ("run.trec", "007 Q0 1 1 9 t\n007 Q0 1 2 8 t\n", 5, "run.trec:2: query '007' holds '1' twice"),
         ("run.trec", "7 Q0 1 1 9 t\n", 5, "1 of the 1 queries of run.trec are not in the topics ('7')"),
-        ("run.trec", "007 Q0 other_1 1 9 t\n", 5, "documents have no text"),
+        ("run.trec", "007 Q0 other_1 1 9 t\n", 5, "have no text in corpus.jsonl ('other_1' of route 'one')"),
         ("topics.tsv", "007\tx\nNA\t\n", 5, "topics.tsv:2: query 'NA' has no text; write one or drop the line"),
         ("corpus.jsonl", '{"_id": "1", "text": "x"}\n{"_id": ', 5, "corpus.jsonl:2: not JSON"),
         ("corpus.jsonl", '{"_id": "1", "text": "x"}\n{"_id": "1", "text": "y"}\n', 5, "corpus.jsonl:2: document '1'"),
@@ -155,6 +155,15 @@ def test_what_is_wrong_is_named_with_its_place(
     assert not (collection / "out").exists()
 
 
+def test_an_empty_line_among_the_queries_is_skipped_and_told(pool: Run, collection: Path) -> None:
+    lines = [f"{query_id}\t{text}\n" for query_id, text in TOPICS.items()]
+    (collection / "topics.tsv").write_text("".join([lines[0], "\n", *lines[1:]]), encoding="utf-8")
+    done = pool()
+    assert done.exit_code == 0
+    assert "topics.tsv:2: empty line, skipped; if a query belongs there, write it" in done.stderr
+    assert [p.query_id for p in read_pools(collection / "out")] == list(TOPICS)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("faiss") is None, reason="faiss is not installed (the extra 'pools')")
 def test_a_wrong_index_path_is_named(pool: Run, collection: Path) -> None:
     (collection / "pools.yaml").write_text(
@@ -162,7 +171,10 @@ def test_a_wrong_index_path_is_named(pool: Run, collection: Path) -> None:
         "routes:\n  r: {type: run, path: run.trec}\n  d: {type: dense, index: no/such/index}\n"
     )
     done = pool()
-    assert (done.exit_code, done.stderr.splitlines()[-1]) == (4, "error: no index folder no/such/index")
+    assert done.exit_code == 4
+    assert done.stderr.splitlines()[-1] == (
+        "error: route 'd': no index folder no/such/index; make it with 'pd-rerank index', or mend the path"
+    )
     assert not (collection / "out").exists()
 
 

@@ -105,6 +105,13 @@ def test_a_query_of_thousands_of_words_is_searched(lucene: Path) -> None:
 
 
 @pytest.mark.java
+@pytest.mark.parametrize("rm3", [None, True])
+def test_more_hits_than_any_index_has_may_be_asked_for(lucene: Path, rm3: bool | None) -> None:
+    with BM25Searcher(lucene / "bm25", rm3=rm3) as searcher:
+        assert searcher.search(["slow dogs"], 3_000_000_000) == searcher.search(["slow dogs"], len(CORPUS))
+
+
+@pytest.mark.java
 def test_threads_change_nothing(lucene: Path) -> None:
     queries = [*CORPUS.values(), *ODD] * 5
     with BM25Searcher(lucene / "bm25") as one, BM25Searcher(lucene / "bm25", threads=4) as four:
