@@ -262,7 +262,8 @@ def finite(value: Any, *, what: str, where: str) -> float:
 def read_topics(path: str | Path, *, allow_empty: bool = False) -> dict[str, str]:
     """Query texts by id, in file order: JSONL where the name ends in .jsonl or .jsonl.gz, else id, tab, text.
 
-    Blank lines are skipped, in a .tsv with a warning. An id without a text is refused unless `allow_empty`; so is an id seen before.
+    Blank lines are skipped, in a .tsv with a warning. An id without a text is refused unless `allow_empty`; so is an
+    id seen before.
     """
     topics: dict[str, str] = {}
     for where, query_id, text in _topic_lines(path):
