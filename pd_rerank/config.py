@@ -88,6 +88,11 @@ def _as_typed(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _listed(value: Any) -> Any:
+    """One stands for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
 def _option(default: Any, help: str, panel: str, **limits: Any) -> Any:
     return Field(default, description=help, json_schema_extra={"panel": panel}, **limits)
 
@@ -96,8 +101,8 @@ _IN, _MODEL, _PROMPT = "What is scored", "Model", "What is asked"
 _SHOW, _READ, _OUT = "How candidates are shown", "What is read and decided", "What is written"
 
 
-class ScoringSettings(Settings):
-    """What is scored, by which model, in which words: what every command that scores pools can be told."""
+class InputSettings(Settings):
+    """The pools to score, or the run, corpus and topics they are made from."""
 
     run: Path | None = _option(None, "TREC run: query id, Q0, document id, rank, score, tag.", _IN)
     corpus: Path | None = _option(None, "Texts of the run's documents: .jsonl, or .tsv (id, tab, text).", _IN)
@@ -110,6 +115,23 @@ class ScoringSettings(Settings):
         "error", "Hits without a text in the corpus: stop, or leave them out.", _IN
     )
     max_queries: int | None = _option(None, "Only the first queries.", _IN, ge=1)
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        parts = {"--run": self.run, "--corpus": self.corpus, "--topics": self.topics}
+        given = [name for name, value in parts.items() if value is not None]
+        if self.pools is not None and given:
+            raise ValueError(f"--pools holds texts and queries already; leave out {', '.join(given)}")
+        if self.pools is not None and self.hits is not None:
+            raise ValueError("--hits is for a run; pools are taken as they are")
+        if self.pools is None and len(given) < 3:
+            lacking = ", ".join(name for name in parts if name not in given)
+            raise ValueError(f"nothing to score: give --pools, or --run, --corpus and --topics ({lacking} missing)")
+        return self
+
+
+class ModelSettings(Settings):
+    """Which model is asked, in which words, and how many candidates it is shown at once."""
 
     model: str = _option("smollm2-135m", "Short name, folder or hub id of a causal LM.", _MODEL)
     adapter: str | None = _option(None, "LoRA adapter: folder or hub id.", _MODEL)
@@ -145,22 +167,13 @@ class ScoringSettings(Settings):
         "round_robin", "How a pool is cut into windows.", _SHOW
     )
 
-    @model_validator(mode="after")
-    def _one_input(self) -> Self:
-        parts = {"--run": self.run, "--corpus": self.corpus, "--topics": self.topics}
-        given = [name for name, value in parts.items() if value is not None]
-        if self.pools is not None and given:
-            raise ValueError(f"--pools holds texts and queries already; leave out {', '.join(given)}")
-        if self.pools is not None and self.hits is not None:
-            raise ValueError("--hits is for a run; pools are taken as they are")
-        if self.pools is None and len(given) < 3:
-            lacking = ", ".join(name for name in parts if name not in given)
-            raise ValueError(f"nothing to score: give --pools, or --run, --corpus and --topics ({lacking} missing)")
-        return self
+
+class ScoringSettings(ModelSettings, InputSettings):
+    """What is scored, by which model, in which words: what every command that scores pools can be told."""
 
 
-class RerankSettings(ScoringSettings):
-    """Everything `pd-rerank rerank` can be told, on the command line or in a file."""
+class DecisionSettings(ModelSettings):
+    """How candidates are presented, and what is read and decided from the grades."""
 
     order: Literal["given", "reverse", "canonical"] = _option(
         "given", "Arrangement before that; canonical: by content, whatever order candidates came in.", _SHOW
@@ -168,9 +181,6 @@ class RerankSettings(ScoringSettings):
     presentations: int = _option(1, "Shuffles whose scores are averaged; 1: no shuffle.", _SHOW, ge=1)
     seed: int = _option(0, "Seed of the first shuffle; the next take seed+1 and so on.", _SHOW)
     shuffle: Literal["pool", "window"] = _option("pool", "Shuffle the whole pool, or inside each window.", _SHOW)
-    settle: bool = _option(
-        False, "Stop presenting a query once its retained set (or, without threshold, top-k set) is settled.", _SHOW
-    )
 
     readout: Literal["expected", "p_relevant", "argmax"] = _option(
         "expected", "Expected grade, mass of the upper grades, or likeliest grade.", _READ
@@ -179,6 +189,20 @@ class RerankSettings(ScoringSettings):
     residual: Path | None = _option(None, "Slot residuals (JSON) taken off the scores.", _READ)
     threshold: Annotated[str | None, BeforeValidator(_as_typed)] = _option(
         None, "A number, or a threshold's file (JSON); marks each candidate retained or not.", _READ
+    )
+
+    @model_validator(mode="after")
+    def _one_correction(self) -> Self:
+        if self.residual is not None and self.calibration != "none":
+            raise ValueError("--residual and --calibration correct the same thing; choose one")
+        return self
+
+
+class RerankSettings(DecisionSettings, ScoringSettings):
+    """Everything `pd-rerank rerank` can be told, on the command line or in a file."""
+
+    settle: bool = _option(
+        False, "Stop presenting a query once its retained set (or, without threshold, top-k set) is settled.", _SHOW
     )
 
     output: Path | None = _option(None, "Folder for run.trec, results.jsonl, scores/, manifest.json.", _OUT)
@@ -190,10 +214,48 @@ class RerankSettings(ScoringSettings):
     def _one_decision(self) -> RerankSettings:
         if self.settle and self.presentations < 3:
             raise ValueError("--settle needs --presentations 3 or more, the most a query may take")
-        if self.residual is not None and self.calibration != "none":
-            raise ValueError("--residual and --calibration correct the same thing; choose one")
         if self.settle and self.threshold is None and self.top_k is None:
             raise ValueError("--settle needs a decision: give --threshold or --top-k")
+        return self
+
+
+# -- the server -------------------------------------------------------------------------------------------------
+
+_SERVER, _LIMITS = "Server", "Limits"
+
+
+class LimitSettings(Settings):
+    """What a server takes on: per request, and of all requests together."""
+
+    max_documents: int = _option(1000, "Documents of a request.", _LIMITS, ge=1)
+    max_presentations: int = _option(20, "Presentations a request may ask for.", _LIMITS, ge=1)
+    max_body: int = _option(8 * 2**20, "Bytes of a request.", _LIMITS, ge=1)
+    max_requests: int = _option(
+        512, "Requests under way at once, read or waiting or scored; more get 429.", _LIMITS, ge=1
+    )
+    max_queue: int = _option(4096, "Windows that may wait; a request that would add more gets 429.", _LIMITS, ge=1)
+    timeout: float = _option(60.0, "Seconds from a request's arrival to its answer; later it gets 504.", _LIMITS, gt=0)
+    batch_windows: int = _option(32, "Windows of several requests scored in one engine call.", _LIMITS, ge=1)
+    batch_wait: float = _option(0.005, "Seconds a request waits for others to be scored with it.", _LIMITS, ge=0, le=1)
+
+
+class ServeSettings(DecisionSettings, LimitSettings):
+    """Everything `pd-rerank serve` can be told; the token comes from the environment only."""
+
+    adapter: Annotated[list[str] | None, BeforeValidator(_listed)] = _option(  # type: ignore[assignment]
+        None, "LoRA adapter, PATH or NAME=PATH. May be given several times; requests choose by name.", _MODEL
+    )
+    served_name: str | None = _option(None, "Name of the model in answers; left out: the model's.", _SERVER)
+    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: all.", _SERVER)
+    port: int = _option(8000, "Port to listen on; 0: any free one.", _SERVER, ge=0, le=65535)
+    log_texts: bool = _option(False, "Put queries and documents into the log.", _SERVER)
+
+    @model_validator(mode="after")
+    def _presentations_allowed(self) -> Self:
+        if self.presentations > self.max_presentations:
+            raise ValueError(
+                f"--presentations {self.presentations} is above --max-presentations {self.max_presentations}"
+            )
         return self
 
 
