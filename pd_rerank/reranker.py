@@ -203,7 +203,7 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
             raise EngineFailure(f"loading '{model_name_or_path}' failed on a missing key {error}") from error
         card = getattr(self.engine, "adapter_card", None)
         if card and check_template:
-            self.prompt.check_card(card, where=f"adapter '{adapter}'")
+            self.prompt.check_card(card, where=f"adapter '{adapter}'" if adapter else f"'{self.engine.name}'")
         self._check_template = check_template
         if self.threshold is not None and check_template:
             self.threshold.check(self.context())

@@ -7,6 +7,7 @@ failures: keys that match nothing, a resized vocabulary, an adapter that changes
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import warnings
@@ -22,9 +23,11 @@ from pd_rerank.files import read_json, sha256_file
 
 logger = logging.getLogger("pd_rerank")
 
+CARD = "reranker.json"
+"""What a folder records of the prompt and training its weights are of."""
+
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_CARD = "reranker.json"
 _SHOWN = 3
 _OTHER_SIZE = re.compile(
     r"size mismatch for (\S+?): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from checkpoint, "
@@ -94,7 +97,7 @@ def open_adapter(source: str | Path, *, revision: str | None = None, local_only:
     settings = read_json(folder / _CONFIG)
     if not isinstance(settings, dict):
         raise InvalidData(f"{folder / _CONFIG} is not a JSON object")
-    card = read_json(folder / _CARD) if (folder / _CARD).is_file() else None
+    card = read_json(folder / CARD) if (folder / CARD).is_file() else None
     adapter = Adapter(source=str(source), folder=folder, settings=settings, card=card)
     if adapter.weights is None:
         raise MissingResource(f"{folder} holds {_CONFIG} but none of {', '.join(_WEIGHTS)}: the adapter has no weights")
@@ -150,6 +153,42 @@ def apply_adapter(model: Any, adapter: Adapter) -> Any:
             f"in the file; it was trained on '{adapter.base}': give that base as the model"
         )
     return wrapped.eval()
+
+
+def fingerprint(model: Any) -> str | None:
+    """A hash that tells apart models of one shape: the first row of every weight, rounded to bfloat16.
+
+    Adapters on the model do not count, nor do the weights' names and order, which libraries change. None where there
+    is nothing to compare: quantised or float16 weights, or weights that are not in memory.
+    """
+    import torch
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    rows = []
+    for name, weight in base.named_parameters():
+        if any(part.startswith("lora_") or part == "modules_to_save" for part in name.split(".")):
+            continue
+        if weight.is_meta or weight.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        row = weight.detach()
+        while row.ndim > 1:
+            row = row[0]
+        raw = row.to("cpu", torch.bfloat16).reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        rows.append(hashlib.sha256(raw).digest())
+    return hashlib.sha256(b"".join(sorted(rows))).hexdigest()
+
+
+def check_base(model: Any, adapter: Adapter) -> None:
+    """Refuse a model with other weights than those the adapter's card records as its base; without a record, pass."""
+    base = adapter.card.get("base") if isinstance(adapter.card, dict) else None
+    theirs = base.get("fingerprint") if isinstance(base, dict) else None
+    mine = None if theirs is None else fingerprint(model)
+    if isinstance(base, dict) and mine is not None and mine != theirs:
+        revision = f" at revision {base['revision']}" if base.get("revision") else ""
+        raise ModelMismatch(
+            f"the adapter '{adapter.source}' was trained on '{base.get('id')}'{revision}, and the weights of this "
+            "model are others; give that base as the model, or check_adapter=False to use it on this one"
+        )
 
 
 def fold_adapter(wrapped: Any, adapter: Adapter) -> Any:

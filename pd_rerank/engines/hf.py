@@ -23,7 +23,7 @@ import numpy as np
 
 from pd_rerank._extras import need
 from pd_rerank.embedded import EMBEDDED
-from pd_rerank.engines.adapters import Adapter, apply_adapter, fold_adapter
+from pd_rerank.engines.adapters import CARD, Adapter, apply_adapter, check_base, fold_adapter
 from pd_rerank.engines.base import FloatArray, IntArray, Progress, WindowPrompt
 from pd_rerank.engines.loading import load_named, named_dtype, out_of_memory, take_object
 from pd_rerank.errors import BadArgument, EngineFailure, ModelMismatch
@@ -49,9 +49,10 @@ class HFEngine:
     moved or cast only if `device` or `dtype` say so, an adapter is put into it in place, and soft-capped models
     set to `sdpa` attention are switched to `eager`, which knows the cap.
 
-    `adapter`: a PEFT folder or hub id; `merge_adapter` folds it into the weights; `check_adapter` proves on a
-    probe that it changes the logits. `dtype`: auto, float32/fp32, bfloat16/bf16, float16/fp16 or a torch dtype;
-    auto takes bfloat16 on a CPU that computes in it and float32 on others, the checkpoint's own on accelerators.
+    `adapter`: a PEFT folder or hub id; `merge_adapter` folds it into the weights; `check_adapter` proves that the
+    model is the base its card records and, on a probe, that it changes the logits. `dtype`: auto, float32/fp32,
+    bfloat16/bf16, float16/fp16 or a torch dtype; auto takes bfloat16 on a CPU that computes in it and float32 on
+    others, the checkpoint's own on accelerators.
     `device_map`, `attn_implementation`, `trust_remote_code`, `model_kwargs`, `tokenizer_kwargs` go to
     transformers. `max_length` lowers the model's own limit, in tokens.
 
@@ -59,8 +60,8 @@ class HFEngine:
     padded or prefix-sharing batch and is halved when memory runs out. `share_prefix`: compute a query's common
     prompt start once always (True), never (False), or where it saves a fifth of the tokens (auto).
 
-    `adapter_card` is the adapter's `reranker.json`, or None. Raises `MissingResource`, `ModelMismatch` or
-    `BadArgument` before anything is scored.
+    `adapter_card` is the `reranker.json` of the adapter, or of a model folder that one was merged into, or None.
+    Raises `MissingResource`, `ModelMismatch` or `BadArgument` before anything is scored.
     """
 
     _keeps: bool
@@ -166,6 +167,8 @@ class HFEngine:
         self._adapter: dict[str, Any] | None = None
         if loaded.adapter is not None:
             self._put_on(loaded.adapter, merge=merge_adapter, check=check_adapter)
+        elif loaded.folder is not None and Path(loaded.folder, CARD).is_file():
+            self.adapter_card = read_json(Path(loaded.folder, CARD))
         elif hasattr(self.model, "active_peft_config"):
             inside = self.model.active_peft_config
             self._adapter = {"source": "in the model object", "type": str(inside.peft_type), "rank": inside.r}
@@ -502,6 +505,8 @@ class HFEngine:
             )
 
     def _put_on(self, opened: Adapter, *, merge: bool, check: bool) -> None:
+        if check:
+            check_base(self.model, opened)
         ids = _probe(self._rows_of_embedding)
         with self._evaluating():
             before = self._last_logits(ids)

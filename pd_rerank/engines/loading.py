@@ -182,7 +182,7 @@ class _Loader:
         folder = Path(source).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise MissingResource(f"{folder} holds no config.json, so it is no model folder")
-        with self._explained(source), _no_bars(transformers):
+        with self._explained(source), no_bars():
             config = transformers.AutoConfig.from_pretrained(source, **self._common(source), **_only(more, "subfolder"))
             text = config.get_text_config()
             how: dict[str, Any] = {"config": config, "dtype": _choose_dtype(torch, dtype, device, text), **more}
@@ -345,9 +345,10 @@ def _line(error: Exception) -> str:
 
 
 @contextmanager
-def _no_bars(transformers: Any) -> Iterator[None]:
-    """Loading bars off: they say nothing for seconds-long loads and cannot be told from output."""
-    log = transformers.utils.logging
+def no_bars() -> Iterator[None]:
+    """Loading and writing bars off: they say nothing for seconds-long work and cannot be told from output."""
+    from transformers.utils import logging as log
+
     shown = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:
