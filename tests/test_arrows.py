@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "langchain": LOW,
     "evaluation": LOW | {"pool", "windows", "scores", "decisions", "evaluation"},
     "retrieval": LOW | {"pool", "embedded", "retrieval"},
-    "training": CORE | {"engines", "embedded", "evaluation", "training"},
+    "training": CORE | {"engines", "embedded", "evaluation", "proof", "training"},
     "cli": CORE | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"},
     "__main__": {"cli"},
 }
