@@ -315,6 +315,15 @@ def test_what_differs_everywhere_is_called_better_or_worse_with_holms_adjustment
     assert (less["tau_psi", "moves"]["so"], less["tau_psi", "also"]["so"]) == ("worse", "open")
 
 
+def test_what_too_few_queries_show_stays_open(cli: Cli, tmp_path: Path) -> None:
+    for name, scores in (("moves", SHAKY), ("still", STEADY)):
+        write_scored(tmp_path / name, {f"q{i}": scores for i in range(4)})
+    report = report_of(cli("compare", tmp_path / "moves", tmp_path / "still"))
+    (psi,) = (row for row in table_of(report, "Less moves") if row["figure"] == "tau_psi")
+    assert psi["high"] < 0  # the interval is a point: all four fall alike
+    assert (psi["p"], psi["so"]) == (pytest.approx(2 / 2**4), "open")
+
+
 def test_runs_of_one_name_are_its_presentations(cli: Cli, folder: Path) -> None:
     words = (f"a={folder / 'run.trec'}", f"a={folder / 'run2.trec'}", f"b={folder / 'scores'}")
     report = report_of(cli("compare", *words, "--qrels", folder / "qrels.txt"))
