@@ -18,7 +18,7 @@ def compare(
     systems: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SYSTEM SYSTEM…",
+            metavar="SYSTEM",
             help="Scores folders or TREC runs, PATH or NAME=PATH; runs of one NAME are its presentations.",
         ),
     ] = None,

@@ -27,7 +27,7 @@ GATES = {
 
 @flags(StabilitySettings)
 def stability(
-    more: Annotated[list[str] | None, typer.Argument(metavar="[RUN…]", help="More runs, as in --runs r*.trec.")] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="More runs, as in --runs r*.trec.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of the options below as keys.")] = None,
     **given: Any,
 ) -> None:
