@@ -41,12 +41,12 @@ Cases = Mapping[str, Callable[[], Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One line of the table: CPU time of `over` in units of `under`, to stay at or below `limit`."""
+    """One line of the table: CPU time of `over` in units of `under`, to stay at or below `limit` where there is one."""
 
     name: str
     over: str
     under: str
-    limit: float
+    limit: float | None
 
 
 RATIOS = (
@@ -62,6 +62,13 @@ RATIOS = (
 BOOTSTRAP_RATIOS = (
     Ratio("paired bootstrap, 20,000 x 5,000 / numpy loop", "paired bootstrap", "paired bootstrap, numpy loop", 0.70),
     Ratio("2,000 x 699 groups / joining their rows", "group bootstrap", "group bootstrap, rows joined", 0.03),
+)
+
+LABEL_RATIOS = (
+    Ratio(
+        "labels of T=10 / ten runs, each with its own loading", "window labels, T=10", "window labels, ten runs", 0.95
+    ),
+    Ratio("labels of T=10 / ten passes of a loaded model", "window grades, T=10", "window grades, ten passes", None),
 )
 
 STABILITY_RATIOS = (
@@ -120,6 +127,7 @@ def groups() -> dict[str, Group]:
     """What can be measured by itself, by name."""
     return {
         "scoring": Group(ratios=RATIOS, make=cases, needs={"torch": "hf", "transformers": "hf"}),
+        "labels": Group(ratios=LABEL_RATIOS, make=label_cases, needs={"torch": "hf", "transformers": "hf"}),
         "bootstrap": Group(ratios=BOOTSTRAP_RATIOS, make=bootstrap_cases, needs={}),
         "stability": Group(ratios=STABILITY_RATIOS, make=stability_cases, needs={"scipy": "eval"}),
         "fusion": Group(ratios=FUSION_RATIOS, make=fusion_cases, needs={"ranx": "eval"}),
@@ -222,6 +230,34 @@ def cases(args: argparse.Namespace) -> Cases:
         "K=10, sheet": ten_presentations,
         "K=10, whole windows": whole_windows,
         "rank() without forward": lambda: reranker.rank(query, texts),
+    }
+
+
+def label_cases(args: argparse.Namespace) -> Cases:
+    """Grades of two of the demo's queries over ten shuffles, at once and shuffle by shuffle; imports count for none."""
+    from dataclasses import replace
+
+    from pd_rerank import GradePrompt, Pool, Scoring, read_pools, score_pools
+    from pd_rerank.windows import permutation
+
+    with resources.as_file(resources.files("pd_rerank") / "demo/pools.jsonl") as path:
+        pools = read_pools(path)[:2]
+    loaded = load(args, layers=args.layers)
+
+    def shuffled(pool: Pool, seed: int) -> Pool:
+        order = permutation(len(pool), seed=seed)
+        return replace(pool, candidates=tuple(pool.candidates[i] for i in order))
+
+    def grade(engine: Any, some: list[Pool], presentations: int = 1) -> Any:
+        scoring = Scoring(presentations=presentations)
+        return score_pools(some, engine=engine, prompt=GradePrompt(engine.tokenizer), scoring=scoring)
+
+    single = [[shuffled(pool, seed) for pool in pools] for seed in range(10)]
+    return {
+        "window labels, T=10": lambda: grade(load(args, layers=args.layers), pools, 10),
+        "window labels, ten runs": lambda: [grade(load(args, layers=args.layers), some) for some in single],
+        "window grades, T=10": lambda: grade(loaded, pools, 10),
+        "window grades, ten passes": lambda: [grade(loaded, some) for some in single],
     }
 
 
