@@ -34,6 +34,7 @@ COMMANDS = {
     "stability": ("pd_rerank.cli.stability", "Measure what changes when candidates arrive in another order."),
     "preference": ("pd_rerank.cli.preference", "Measure preference and position on labelled pairs."),
     "compare": ("pd_rerank.cli.compare", "Compare systems in quality, stability and preference."),
+    "export": ("pd_rerank.cli.export", "Fold a trained adapter into its base, as a model or a classifier."),
     "doctor": ("pd_rerank.cli.doctor", "Show the environment; with a model, prove that it can be read."),
     "demo": ("pd_rerank.cli.demo", "See what candidate order does to a small model's decisions."),
 }
