@@ -248,6 +248,9 @@ class ServeSettings(DecisionSettings, LimitSettings):
     served_name: str | None = _option(None, "Name of the model in answers; left out: the model's.", _SERVER)
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: all.", _SERVER)
     port: int = _option(8000, "Port to listen on; 0: any free one.", _SERVER, ge=0, le=65535)
+    drain: float = _option(
+        0.0, "Seconds between SIGTERM, from which /ready says no, and the last new request taken.", _SERVER, ge=0
+    )
     log_texts: bool = _option(False, "Put queries and documents into the log.", _SERVER)
 
     @model_validator(mode="after")

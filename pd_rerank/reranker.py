@@ -361,6 +361,11 @@ register()
 _OPTIONS = tuple(inspect.signature(OCSFTBatchedReranker).parameters)
 
 
+def pool_of(query: str, docs: Docs, doc_ids: Ids | None = None) -> Pool:
+    """The pool `rank` would score for these arguments, its candidates in the order given."""
+    return _asked(query, docs, doc_ids, None)[0]
+
+
 def _asked(query: str, docs: Docs, doc_ids: Ids | None, metadata: Metadata | None) -> tuple[Pool, list[Document]]:
     """The caller's documents as a pool, and as fresh `Document`s that carry ids and metadata for the results."""
     if not isinstance(query, str):

@@ -43,10 +43,12 @@ ALLOWED: dict[str, set[str]] = {
     "proof": CORE,
     "reranker": CORE | {"engines", "langchain"},
     "langchain": LOW,
+    "serving": CORE | {"config", "job", "reranker", "serving"},
     "evaluation": LOW | {"pool", "windows", "scores", "decisions", "evaluation"},
     "retrieval": LOW | {"pool", "embedded", "retrieval"},
     "training": CORE | {"engines", "embedded", "evaluation", "proof", "training"},
-    "cli": CORE | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"},
+    "cli": CORE | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"}
+    | {"reranker", "serving"},
     "__main__": {"cli"},
 }
 
@@ -77,7 +79,16 @@ LATE = {
 }
 """Imported inside functions or for type checkers only, never when a module of ours is imported."""
 
-HOLDERS = {"rerankers": {"reranker"}, "langchain_core": {"langchain"}, "typer": {"cli"}, "rich": {"cli"}}
+HOLDERS = {
+    "rerankers": {"reranker"},
+    "langchain_core": {"langchain"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "fastapi": {"serving"},
+    "starlette": {"serving"},
+    "uvicorn": {"serving"},
+    "prometheus_client": {"serving"},
+}
 """Libraries that only these parts import, anywhere."""
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "index": ("pd_rerank.cli.index", "Index a corpus for BM25, dense or learned-sparse search."),
     "pool": ("pd_rerank.cli.pool", "Make candidate pools from indexes and runs; check and convert pools."),
     "rerank": ("pd_rerank.cli.rerank", "Rerank a TREC run or a set of pools with a model."),
+    "serve": ("pd_rerank.cli.serve", "Serve a model over HTTP, as Cohere's and Jina's clients call it."),
     "label": ("pd_rerank.cli.label", "Make training labels with a teacher, from its scores, or from judgements."),
     "evaluate": ("pd_rerank.cli.evaluate", "Evaluate runs or scores against judgements."),
     "stability": ("pd_rerank.cli.stability", "Measure what changes when candidates arrive in another order."),
