@@ -496,9 +496,10 @@ def check_labels(
     for pool in pools:
         if not len(pool):
             continue
+        known = set(pool.doc_ids)
         if fault := _uncovered(labels, pool):
             faults.append(fault)
-        elif foreign := [doc_id for doc_id in labels[pool.query_id] if doc_id not in set(pool.doc_ids)]:
+        elif foreign := [doc_id for doc_id in labels[pool.query_id] if doc_id not in known]:
             faults.append(f"query '{pool.query_id}': '{foreign[0]}' has a label, but is not in the pool")
         elif recorded.get(pool.query_id, want := pool_sha256(pool)) != want:
             faults.append(f"query '{pool.query_id}': the query, a text or a first-stage score is not what was labelled")
