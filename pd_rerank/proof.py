@@ -23,7 +23,7 @@ _TEXTS = (
 EXACT, HALF = 1e-4, 5e-2
 """How far scores of two ways to compute the same may be apart: in single precision, in half precision.
 
-Rounding alone moved scores of a 135M model in bfloat16 by up to 0.035 on a CPU; a wrong slot or mask moves them by more.
+Rounding alone moved scores of a 135M model in bfloat16 by up to 0.035 on a CPU; a wrong slot or mask moves them more.
 """
 
 

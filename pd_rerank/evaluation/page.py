@@ -42,7 +42,8 @@ def _figures(rows: tuple[Row, ...]) -> Table:
         "n": [row.n for row in rows],
         "note": [row.note for row in rows],
     }
-    kept = {name: cells for name, cells in columns.items() if name == "value" or any(c not in (None, "") for c in cells)}
+    used = {name for name, cells in columns.items() if any(cell not in (None, "") for cell in cells)}
+    kept = {name: cells for name, cells in columns.items() if name == "value" or name in used}
     return Table(title="Figures", columns=tuple(kept), rows=tuple(zip(*kept.values(), strict=True)))
 
 
