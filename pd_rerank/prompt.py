@@ -283,19 +283,25 @@ class GradePrompt:
             return self._endings[n]
         start = f"{self._frame.before}x{self._frame.between}"
         start += "".join(f"{marker(self.markers, i)} x\n" for i in range(n))
-        text, stops = start + self._frame.after, []
-        for line in self._skeleton(n):
-            text += line
-            stops.append(f"{text}{self._gap[1]}{self.placeholder}")
-        ids = self._encode(stops[-1])
-        slots = []
-        for stop, upto in zip(stops, self._encode_many(stops), strict=True):
-            if ids[: len(upto)] != upto or upto[-1] != self._placeholder_id:
+        placeholder = f"{self._gap[1]}{self.placeholder}"
+        lines = self._skeleton(n)
+        text = f"{start}{self._frame.after}{''.join(lines)}{placeholder}"
+        ids = self._encode(text)
+        # A line's ids are looked for where the line before ended: encoding every prefix whole would take n² tokens.
+        tails = [f"{line[len(placeholder) if i else 0 :]}{placeholder}" for i, line in enumerate(lines)]
+        done, slots = len(start) + len(self._frame.after), list[int]()
+        for tail, found in zip(tails, self._encode_many(tails), strict=True):
+            done += len(tail)
+            end = slots[-1] + 2 + len(found) if slots else 0
+            if not slots or ids[slots[-1] + 2 : end] != found:
+                upto = self._encode(text[:done])
+                end = len(upto) if ids[: len(upto)] == upto else 0
+            if not end or ids[end - 1] != self._placeholder_id:
                 raise ModelMismatch(
                     f"in a window of {n} the tokenizer does not keep the placeholder '{self.placeholder}' apart after "
-                    f"'…{stop[-24 : -len(self.placeholder)]}'; choose other markers or another placeholder"
+                    f"'…{text[:done][-24 : -len(self.placeholder)]}'; choose other markers or another placeholder"
                 )
-            slots.append(len(upto) - 2)
+            slots.append(end - 2)
         opening = self._encode(start)
         cut = len(opening) if ids[: len(opening)] == opening else slots[0]
         whole = np.array(ids, dtype=np.int64)

@@ -53,6 +53,38 @@ def test_the_token_after_every_slot_is_the_placeholder(kind: str) -> None:
         assert set(window.token_ids[window.slots + 1]) == {prompt.grade_ids[0]}
 
 
+def test_a_window_of_thousands_is_checked_in_time_that_grows_with_it() -> None:
+    class Counting(FakeTokenizer):
+        characters = 0
+
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+            self.characters += len(text)
+            return super().encode(text)
+
+    tokenizer = Counting()
+    prompt = GradePrompt(tokenizer)
+
+    def cost(n: int) -> int:
+        before = tokenizer.characters
+        prompt._ending(n)
+        return tokenizer.characters - before
+
+    assert cost(2000) < 12 * cost(200)
+
+
+@ANY
+def test_the_slots_of_an_ending_are_those_of_its_prefixes(kind: str) -> None:
+    for markers in ("numeric", "roman"):
+        prompt = GradePrompt(tokenizer(kind), markers=markers)
+        n = 12
+        text = prompt._whole_text("x", ["x"] * n)
+        window = sheet_of(prompt, ["x"] * n, query="x").window(range(n))
+        for i, slot in enumerate(window.slots.tolist()):
+            upto = text[: text.index("Grade:", text.index(f"\n{marker(markers, i)} Grade:")) + len("Grade:")]
+            ids = prompt._encode(f"{upto}{prompt._gap[0]}{prompt._gap[1]}{prompt.placeholder}")
+            assert slot == len(prompt._bos) + len(ids) - 2
+
+
 @ANY
 def test_a_window_put_together_equals_the_whole_text_tokenised(kind: str) -> None:
     prompt = GradePrompt(tokenizer(kind))
