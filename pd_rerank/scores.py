@@ -307,10 +307,11 @@ def join_scores(
 ) -> list[tuple[Pool, ScoreTable]]:
     """Pair every pool with its score table, in the order of `pools`; scores of other pools are `InvalidData`.
 
-    Ids must be the same in the same order, query by query, and the pools' content must hash to the
+    A query that `run` records as failed has no pair. Ids must be the same in the same order, query by query, and the pools' content must hash to the
     `pools_sha256` that `run` (run.json) records; the message names the query that differs.
     """
     by_query = {table.query_id: table for table in tables}
+    failed = run.get("failed") or {}
     pool_ids = {pool.query_id for pool in pools}
     for table in tables:
         if table.query_id not in pool_ids:
@@ -318,6 +319,8 @@ def join_scores(
     pairs = []
     for pool in pools:
         found = by_query.get(pool.query_id)
+        if found is None and pool.query_id in failed:
+            continue
         if found is None:
             raise InvalidData(f"query '{pool.query_id}' has a pool but no scores; score these pools first")
         if found.doc_ids != pool.doc_ids:

@@ -204,3 +204,9 @@ def test_scores_and_pools_hold_the_same_queries() -> None:
 def test_scores_that_do_not_say_what_they_are_of_are_refused() -> None:
     with pytest.raises(InvalidData, match="do not record which pools"):
         join_scores(scored(), pools(), run={})
+
+
+def test_queries_that_failed_have_no_pair_and_stop_nobody() -> None:
+    run = record(pools()) | {"failed": {"q2": "the device fell off"}}
+    pairs = join_scores(scored()[1:], pools(), run=run)
+    assert [pool.query_id for pool, _ in pairs] == ["q1"]

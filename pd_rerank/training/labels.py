@@ -349,9 +349,7 @@ def labels_of_tables(
     name them. Scores of other pools, and queries presented more often than others, are `InvalidData`.
     """
     failed = dict(run.get("failed") or {})
-    scored = [pool for pool in pools if pool.query_id not in failed]
-    same = run.get("pools_sha256") == pools_sha256(pools)
-    pairs = join_scores(tables, scored, run={**run, "pools_sha256": pools_sha256(scored)} if same else run)
+    pairs = join_scores(tables, pools, run=run)
     full = [(pool, table) for pool, table in pairs if len(pool)]
     shapes = {(table.presentations, table.grades.shape[2]): pool.query_id for pool, table in full}
     if len(shapes) > 1:
