@@ -135,6 +135,10 @@ class GradePrompt:
         marker(markers, 0)
         if max_doc_chars is not None and (not whole(max_doc_chars) or max_doc_chars < 0):
             raise BadArgument(f"max_doc_chars must be a whole number, 0 (no cap) or more, got {max_doc_chars!r}")
+        if not (isinstance(chat, bool) or chat == "auto"):
+            raise BadArgument(f"chat is True, False or 'auto', got {chat!r}")
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise BadArgument(f"template_kwargs are a mapping, got {template_kwargs!r}")
         self.tokenizer = tokenizer
         self.rubric = chosen
         self.markers = markers

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import inspect
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from pd_rerank import windows
 from pd_rerank.decisions import Settle, Threshold, scored_by
 from pd_rerank.engines import load_engine
 from pd_rerank.engines.base import Engine, Progress
-from pd_rerank.errors import BadArgument, EngineFailure
+from pd_rerank.errors import BadArgument, EngineFailure, whole
 from pd_rerank.pool import Candidate, Pool
 from pd_rerank.prompt import GradePrompt
 from pd_rerank.rubrics import Rubric
@@ -155,7 +156,7 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
     ) -> None:
         if readout not in READOUTS:
             raise BadArgument(f"unknown readout '{readout}'; choose one of {', '.join(READOUTS)}")
-        if not isinstance(max_concurrency, int) or max_concurrency < 1:
+        if not whole(max_concurrency) or max_concurrency < 1:
             raise BadArgument(f"max_concurrency must be a whole number of at least 1, got {max_concurrency!r}")
         if settle is not None and not isinstance(settle, Settle):
             raise BadArgument(f"settle is Settle(threshold=…) or Settle(top_k=…), got {settle!r}")
@@ -179,9 +180,8 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
             if not isinstance(self.residual, SlotResidual):
                 raise BadArgument(f"a slot residual is a SlotResidual or its file, got {slot_residual!r}")
             self.residual.check(readout=readout, calibration=calibration)
-        # Threads of its own, not a gate on a loop's: a cancelled call's thread keeps its place until it is done, and
-        # no event loop is held on to.
-        self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="pd_rerank")
+        self._max_concurrency = int(max_concurrency)
+        self._threads: dict[int, ThreadPoolExecutor] = {}
         if engine == "hf" and verbose < 1:
             engine_options.setdefault("quiet", True)
         try:
@@ -275,7 +275,19 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
         A call cancelled while it waits never reaches the engine; one that runs is finished, its result dropped.
         """
         work = partial(self.rank, query, docs, doc_ids, metadata)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        """Threads of this process's own: a forked child gets none of its parent's, and would wait for them for ever.
+
+        Not a gate on a loop's threads: a cancelled call's thread keeps its place until it is done, and no event loop
+        is held on to.
+        """
+        process = os.getpid()
+        if process not in self._threads:
+            fresh = ThreadPoolExecutor(self._max_concurrency, thread_name_prefix="pd_rerank")
+            self._threads.setdefault(process, fresh)
+        return self._threads[process]
 
     def as_langchain_compressor(self, k: int = 10) -> Any:
         """This reranker as a LangChain document compressor that keeps the k best documents."""

@@ -258,11 +258,24 @@ def test_an_unknown_option_beside_an_engine_object_is_an_error_that_names_it() -
         ("max_doc_chars", -1),
         ("engine", "gpt"),
         ("engine", 7),
+        ("chat", "yes"),
+        ("chat", 1),
+        ("template_kwargs", 5),
+        ("max_length", "long"),
+        ("max_length", 0),
+        ("max_length", 1.5),
+        ("max_concurrency", 1.0),
+        ("max_concurrency", True),
     ],
 )
 def test_a_bad_setting_stops_the_constructor_and_is_named(option: str, value: Any) -> None:
     with pytest.raises(BadArgument, match=option.removesuffix("s")):
         OCSFTBatchedReranker("m", 0, **{"engine": "fake", option: value})
+
+
+def test_an_adapter_for_an_engine_without_adapters_is_refused_in_those_words() -> None:
+    with pytest.raises(BadArgument, match="takes no adapter"):
+        OCSFTBatchedReranker("m", 0, engine="fake", adapter="some/lora")
 
 
 # -- silence -------------------------------------------------------------------------------------------------
@@ -1289,6 +1302,24 @@ def test_cancelled_calls_still_count_towards_the_bound_until_they_are_done() -> 
     asyncio.run(scenario())
     assert engine.peak == 1
     assert engine.entered == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    script = (
+        "import asyncio, os, signal, sys, time\n"
+        "from pd_rerank import OCSFTBatchedReranker\n"
+        "ranker = OCSFTBatchedReranker('m', verbose=0, engine='fake')\n"
+        "asyncio.run(ranker.rank_async('q', ['a', 'q']))\n"
+        "time.sleep(0.5)  # until the thread says that it is idle\n"
+        "if os.fork():\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+        "signal.alarm(30)\n"
+        "asyncio.run(ranker.rank_async('q', ['a', 'q']))\n"
+        "os._exit(0)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
 
 
 def test_rank_async_raises_what_rank_raises() -> None:

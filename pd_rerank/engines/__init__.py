@@ -51,6 +51,8 @@ def _known(kind: type, options: Mapping[str, Any], *, also: Iterable[str]) -> di
             raise BadArgument("torch_dtype is another word for dtype; give one of them")
         said["dtype"] = said.pop("torch_dtype")
     for name in said:
+        if name == "adapter" and name not in known:
+            raise BadArgument(f"this engine ({kind.__name__}) takes no adapter; leave it out")
         if name not in known:
             raise BadArgument(f"unknown option '{name}'; {near_names(name, [*known, *also])}")
     return said

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pd_rerank.engines.base import FloatArray, Progress, WindowPrompt
+from pd_rerank.errors import BadArgument, whole
 
 
 class FakeTokenizer:
@@ -62,6 +63,8 @@ class FakeEngine:
         max_length: int = 1_000_000,
         name: str = "fake",
     ) -> None:
+        if not whole(max_length) or max_length < 1:
+            raise BadArgument(f"max_length must be a whole number of at least 1, got {max_length!r}")
         self.name = name
         self.tokenizer: Any = FakeTokenizer()
         self.max_length = max_length

@@ -26,7 +26,7 @@ from pd_rerank.embedded import EMBEDDED
 from pd_rerank.engines.adapters import CARD, Adapter, apply_adapter, check_base, fold_adapter
 from pd_rerank.engines.base import FloatArray, IntArray, Progress, WindowPrompt
 from pd_rerank.engines.loading import load_named, named_dtype, out_of_memory, take_object
-from pd_rerank.errors import BadArgument, EngineFailure, ModelMismatch
+from pd_rerank.errors import BadArgument, EngineFailure, ModelMismatch, whole
 from pd_rerank.files import read_json
 
 logger = logging.getLogger("pd_rerank")
@@ -98,8 +98,8 @@ class HFEngine:
         if not (isinstance(share_prefix, bool) or share_prefix == "auto"):
             raise BadArgument(f"share_prefix is True, False or 'auto', not {share_prefix!r}")
         for name, number in (("batch_tokens", batch_tokens), ("max_length", max_length)):
-            if number is not None and number < 1:
-                raise BadArgument(f"{name} must be at least 1, got {number}")
+            if number is not None and (not whole(number) or number < 1):
+                raise BadArgument(f"{name} must be a whole number of at least 1, got {number!r}")
         if device is not None and device_map is not None:
             raise BadArgument("give device or device_map, not both")
         torch = need("torch", extra="hf", purpose="the transformers engine runs on torch")
