@@ -74,7 +74,8 @@ def save_adapter(
 
     `dtype` (a torch dtype) casts the saved weights; scores then equal those of the cast weights. A folder already there
     is replaced if it was written here, and stays as it is if anything fails. Raises `InvalidData` for weights that are
-    not finite and `BadArgument` for a card that is not JSON or a folder with anything else in it.
+    not finite, `BadArgument` for a card that is not JSON or a folder with anything else in it, `OSError` where the disk
+    is full.
     """
     peft = need("peft", extra="train", purpose="adapters are saved through PEFT")
     import torch
@@ -371,7 +372,7 @@ def _finish(fresh: Path, record: dict[str, Any], *, title: str) -> None:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """`whole_folder`, with what libraries raise on a full disk said in one line."""
+    """`whole_folder`; what libraries raise on a full disk becomes an `OSError` that says what is left."""
     try:
         with whole_folder(target, holds=_ours(target)) as fresh:
             yield fresh
@@ -380,7 +381,5 @@ def _whole(target: Path) -> Iterator[Path]:
     except Exception as error:
         if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
             raise
-        kept = "; what was there before is untouched" if target.exists() else ""
-        raise PdRerankError(
-            f"{target} could not be written ({str(error).strip() or error!r}); free some space{kept}"
-        ) from error
+        kept = "what was there before is untouched" if target.exists() else "nothing of it is kept"
+        raise OSError(f"{target} could not be written ({error}); {kept}: free some space and save again") from error

@@ -320,7 +320,7 @@ if how == "full":
 try:
     save_adapter({folder!r}, trained(wide()), Dies() if how == "killed" else byte_level(), prompt, card("b", step=999))
 except Exception as error:
-    print(type(error).__name__, getattr(error, "exit_code", None), error)
+    print(type(error).__name__, error)
 """
 
 
@@ -336,7 +336,7 @@ def test_the_earlier_adapter_survives(base: Path, tmp_path: Path, how: str) -> N
         assert done.returncode == -signal.SIGKILL, done.stderr
     else:
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"PdRerankError 6 {folder} could not be written"), done.stdout
+        assert done.stdout.startswith(f"OSError {folder} could not be written ("), done.stdout
         assert "untouched" in done.stdout
         assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
