@@ -23,9 +23,10 @@ import numpy as np
 from pd_rerank import windows
 from pd_rerank.decisions import Settle, Threshold
 from pd_rerank.engines.base import Engine
-from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch
+from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch, whole
 from pd_rerank.files import (
     SCORED_WITH,
+    check_folder,
     manifest,
     read_json,
     run_word,
@@ -81,8 +82,14 @@ class RerankJob:
         top_k: int | None = None,
         overwrite: bool = False,
     ) -> None:
+        if not whole(shard_size) or shard_size < 1:
+            raise BadArgument(f"shard_size must be a whole number of at least 1, got {shard_size!r}")
+        seen: set[str] = set()
         for pool in pools:
             run_word(pool.query_id, what="query id")
+            if pool.query_id in seen:
+                raise InvalidData(f"query '{pool.query_id}' has two pools; give every query its own id")
+            seen.add(pool.query_id)
             for doc_id in pool.doc_ids:
                 run_word(doc_id, what=f"query '{pool.query_id}': document id")
         self.pools = pools
@@ -106,6 +113,8 @@ class RerankJob:
         self._overwrite = overwrite
         self._lock: int | None = None
         self._writable()
+        if overwrite:
+            self._clearable()
         self.finished = False if overwrite else self._look()
 
     # -- what is there already --------------------------------------------------------------------------------
@@ -119,6 +128,23 @@ class RerankJob:
                 pass
         except OSError as error:
             raise BadArgument(f"{self.folder} cannot be written ({error.strerror}); name another folder") from error
+
+    def _clearable(self) -> None:
+        """Refuse to clear what no job has written: other files in our folders, or the manifest of something else."""
+        begun = self.folder / _SHARDS
+        shards = [path.name for path in self._shards()]
+        halves = [path.name for path in begun.glob(".*")]
+        check_folder(self.folder / _SCORES, holds=[Path(name).name for name in _SCORE_FILES])
+        check_folder(begun, holds=["settings.json", *shards, *halves])
+        try:
+            record = _record(self.folder / _MANIFEST)
+        except (InvalidData, MissingResource):  # damaged: then to overwrite is the cure
+            return
+        hashes = record.get("sha256")
+        if foreign := sorted({*hashes} - {*_HASHED}) if isinstance(hashes, dict) else []:
+            raise BadArgument(
+                f"{self.folder / _MANIFEST} is of something else (it records '{foreign[0]}'); name another folder"
+            )
 
     def _clear(self) -> None:
         for name in _OURS:
@@ -330,6 +356,10 @@ class RerankJob:
             self._let_go()
 
     def _write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        if left := len({pool.query_id for pool in self.pools} - {*self._tables, *self.failed}):
+            raise BadArgument(
+                f"{left} of {len(self.pools)} queries in {self.folder} are not scored yet; score them first"
+            )
         tables = [self._tables[pool.query_id] for pool in self.pools if pool.query_id in self._tables]
         if self.failed and not any(table.doc_ids for table in tables):
             first, reason = next(iter(self.failed.items()))

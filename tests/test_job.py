@@ -16,7 +16,7 @@ from pd_rerank.engines.fake import FakeEngine
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData
 from pd_rerank.files import read_run
 from pd_rerank.job import RerankJob, count_tokens, windows_of
-from pd_rerank.pool import Candidate, Pool
+from pd_rerank.pool import Candidate, Pool, read_pools, write_pools
 from pd_rerank.prompt import GradePrompt
 from pd_rerank.scores import join_scores, read_scores
 from pd_rerank.scoring import Scoring
@@ -291,6 +291,43 @@ def test_files_that_are_not_of_a_job_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadArgument, match="is a file"):
         job(tmp_path / "file")
+
+
+@pytest.mark.parametrize("mine", ["scores/thesis.txt", "shards/notes", "scores"])
+def test_overwriting_leaves_alone_what_no_job_has_written(tmp_path: Path, mine: str) -> None:
+    (tmp_path / mine).parent.mkdir(exist_ok=True)
+    (tmp_path / mine).write_text("mine")
+    with pytest.raises(BadArgument, match=r"name a(nother)? folder"):
+        job(tmp_path, overwrite=True)
+    assert (tmp_path / mine).read_text() == "mine"
+
+
+def test_a_pool_folder_is_not_overwritten(tmp_path: Path) -> None:
+    write_pools(tmp_path / "pools", POOLS)
+    with pytest.raises(BadArgument, match=r"pools\.jsonl"):
+        job(tmp_path / "pools", overwrite=True)
+    assert read_pools(tmp_path / "pools") == POOLS
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"sha256": 3}', '{"sha256": {"run.trec": 0}}'])
+def test_a_damaged_job_can_be_overwritten(tmp_path: Path, damaged: str) -> None:
+    first = finish(job(tmp_path / "out"))
+    (tmp_path / "out/manifest.json").write_text(damaged)
+    again = finish(job(tmp_path / "out", overwrite=True))
+    assert again["sha256"] == first["sha256"]
+
+
+def test_a_query_twice_and_shards_of_nothing_are_refused_before_anything_is_scored(tmp_path: Path) -> None:
+    with pytest.raises(InvalidData, match="'q1' has two pools"):
+        job(tmp_path / "out", [pool("q1"), pool("q1")])
+    for size in (0, 1.5, True):
+        with pytest.raises(BadArgument, match="shard_size"):
+            job(tmp_path / "out", shard_size=size)
+
+
+def test_results_are_not_written_before_all_queries_are_scored(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match="6 of 6 queries are not scored yet"):
+        job(tmp_path / "out").write(record={})
 
 
 def test_ids_a_run_cannot_hold_are_refused_before_anything_is_scored(tmp_path: Path) -> None:
