@@ -357,9 +357,7 @@ class RerankJob:
 
     def _write(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if left := len({pool.query_id for pool in self.pools} - {*self._tables, *self.failed}):
-            raise BadArgument(
-                f"{left} of {len(self.pools)} queries in {self.folder} are not scored yet; score them first"
-            )
+            raise BadArgument(f"{left} of {len(self.pools)} queries are not scored yet; score them first")
         tables = [self._tables[pool.query_id] for pool in self.pools if pool.query_id in self._tables]
         if self.failed and not any(table.doc_ids for table in tables):
             first, reason = next(iter(self.failed.items()))
