@@ -583,3 +583,191 @@ class LabelSettings(ScoringSettings):
         if self.map_grades is not None and not re.fullmatch(r"-?\d{1,9}=\d+(,-?\d{1,9}=\d+)*", self.map_grades):
             raise ValueError(f"--map-grades is a list such as 0=0,1=3, got '{self.map_grades}'")
         return self
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+_DATA, _VIEWS, _LOSS, _OPTIMISER = "What is trained on", "Windows and views", "What is minimised", "Optimizer"
+_LORA, _KEPT = "Adapter", "What is measured and kept"
+
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "single_order": {"views": "none", "loss": "supervised"},
+    "order_averaged": {"views": "none", "loss": "supervised", "targets": "averaged"},
+    "oc_sft": {"views": "within_window", "loss": "order_consistency"},
+    "permutation_augmentation": {"views": "whole_pool", "loss": "supervised"},
+    "debias_first": {"views": "whole_pool", "loss": "supervised", "debias": True},
+    "mean_teacher": {"views": "within_window", "loss": "mean_teacher", "consistency": 0.5, "ramp_steps": 0},
+    "kl_to_base": {"views": "none", "loss": "kl_to_base", "consistency": 0.05, "ramp_steps": 0},
+    "lora_dropout": {"views": "none", "loss": "supervised", "lora_dropout": 0.2},
+    "combined": {"views": "none", "loss": "supervised", "targets": "averaged", "distribution": 1.0},
+    "dropout_consistency": {"views": "dropout", "loss": "order_consistency"},
+    "marker_consistency": {"views": "markers", "loss": "order_consistency"},
+    "repartition": {"views": "repartition", "loss": "order_consistency"},
+    "replacement": {"views": "replacement", "loss": "order_consistency"},
+    "canonical_order": {"views": "none", "loss": "supervised", "order": "canonical"},
+}
+"""What each recipe sets, unless it is set by hand; the last three are not in the paper."""
+
+
+class TrainSettings(Settings):
+    """Everything `train/ocsft.py` can be told. `recipe` names an arm; what else is given wins over what it sets."""
+
+    recipe: Literal[
+        "single_order", "order_averaged", "oc_sft", "permutation_augmentation", "debias_first", "mean_teacher",
+        "kl_to_base", "lora_dropout", "combined", "dropout_consistency", "marker_consistency", "repartition",
+        "replacement", "canonical_order",
+    ] = _option("oc_sft", "Arm: sets views, loss and labels; any of them given wins.", _LOSS)  # fmt: skip
+
+    pools: Path | None = _option(None, "Pools to train on: folder, or JSONL in rank_llm's shape.", _DATA)
+    labels: Path | None = _option(None, "Labels of these pools, as 'pd-rerank label' writes them.", _DATA)
+    qrels: Path | None = _option(None, "Judgements of these pools, for --debias.", _DATA)
+    max_queries: int | None = _option(None, "Only the first queries.", _DATA, ge=1)
+    heldout_pools: Path | None = _option(None, "Pools of other queries, to choose a checkpoint by.", _DATA)
+    heldout_qrels: Path | None = _option(None, "Their judgements.", _DATA)
+    heldout_queries: int = _option(100, "At most so many of them, the first.", _DATA, ge=2)
+
+    model: str = _option("smollm2-135m", "Base model: short name, folder or hub id of a causal LM.", _MODEL)
+    revision: str | None = _option(None, "Branch, tag or commit of a model on the hub.", _MODEL)
+    dtype: Literal["auto", "float32", "bfloat16", "fp32", "bf16"] = _option(
+        "auto", "Precision of the base; the adapter is float32.", _MODEL
+    )
+    attn_implementation: str | None = _option(None, "sdpa, eager, flash_attention_2; left out: the model's.", _MODEL)
+    trust_remote_code: bool = _option(False, "Run code that comes with the model.", _MODEL)
+    max_length: int | None = _option(None, "Longest prompt in tokens; left out: the model's.", _MODEL, ge=1)
+    gradient_checkpointing: bool = _option(
+        False, "Compute activations again instead of keeping them: less memory, a third more time.", _MODEL
+    )
+    cpu: bool = _option(False, "Train on the CPU even where there is an accelerator.", _MODEL)
+    threads: int | None = _option(None, "Threads of the CPU per process; left out: torch's choice.", _MODEL, ge=1)
+
+    rubric: str = _option(
+        "passage_relevance", "passage_relevance, answer_support, response_quality, or .yaml.", _PROMPT
+    )
+    instruction: str | None = _option(None, "Replaces the rubric's instruction.", _PROMPT)
+    markers: str = _option("numeric", "How documents are marked: numeric, alpha, doc_n, roman, rand3.", _PROMPT)
+    placeholder: str = _option("0", "What stands where a grade would.", _PROMPT)
+    chat: bool | None = _option(None, "Chat template, or a plain prompt; left out: where there is one.", _PROMPT)
+    max_doc_chars: int | None = _option(
+        None, "Characters kept per document; 0: all; left out: the rubric's.", _PROMPT, ge=0
+    )
+    check_template: bool = _option(True, "Refuse labels a teacher gave under another prompt.", _PROMPT)
+
+    window_size: int = _option(20, "Candidates per prompt.", _VIEWS, ge=1)
+    partition: Annotated[Literal["round_robin", "contiguous", "hashed"], BeforeValidator(_spelling)] = _option(
+        "contiguous", "How a pool is cut into windows.", _VIEWS
+    )
+    order: Literal["given", "reverse", "canonical"] = _option("given", "Arrangement of a pool before that.", _VIEWS)
+    views: Annotated[
+        Literal["none", "within_window", "whole_pool", "dropout", "markers", "repartition", "replacement"],
+        BeforeValidator(_spelling),
+    ] = _option("within_window", "What differs between two views of a window.", _VIEWS)
+    views_per_window: int = _option(2, "Views compared, or whole-pool shuffles.", _VIEWS, ge=1)
+    marker_schemes: str = _option("numeric,alpha,doc_n", "Schemes that views 'markers' draw from.", _VIEWS)
+    replaced: int = _option(1, "Candidates that views 'replacement' exchange.", _VIEWS, ge=1)
+
+    loss: Annotated[
+        Literal["supervised", "order_consistency", "mean_teacher", "kl_to_base"], BeforeValidator(_spelling)
+    ] = _option("order_consistency", "Fit to the labels alone, or with a second term.", _LOSS)
+    targets: Literal["single", "averaged"] = _option(
+        "single", "Labels of the teacher's first order, or the mean over its orders.", _LOSS
+    )
+    consistency: float = _option(5.0, "λ: weight of the second term.", _LOSS, ge=0)
+    convention: Literal["difference", "variance_sum", "variance_mean"] = _option(
+        "difference", "What λ multiplies: squared differences of views, or their variance about the mean.", _LOSS
+    )
+    ramp_steps: int = _option(500, "Optimizer steps over which λ rises from 0; 0: none.", _LOSS, ge=0)
+    ramp_fraction: float | None = _option(None, "The same as a share of all steps; wins.", _LOSS, ge=0, le=1)
+    squared: float = _option(1.0, "Weight of the squared error of the expected grade.", _LOSS, ge=0)
+    distribution: float = _option(0.0, "Weight of the divergence from the teacher's grade probabilities.", _LOSS, ge=0)
+    cross_entropy: float = _option(0.0, "Weight of the cross-entropy on the grades around the label.", _LOSS, ge=0)
+    temperature: float = _option(1.0, "Of both models in kl_to_base.", _LOSS, gt=0)
+    ema_decay: float = _option(0.999, "Of the averaged weights in mean_teacher.", _LOSS, ge=0, lt=1)
+    debias: bool = _option(False, "Weigh documents by the inverse propensity of their slot; needs --qrels.", _LOSS)
+    debias_clip: float | None = _option(None, "Largest such weight.", _LOSS, gt=0)
+
+    lora_rank: int = _option(16, "Rank of the adapter.", _LORA, ge=1)
+    lora_alpha: float = _option(32.0, "Its scale is alpha/rank.", _LORA, gt=0)
+    lora_dropout: float = _option(0.05, "Dropout in front of the adapter.", _LORA, ge=0, lt=1)
+    lora_targets: str = _option(
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+        "Modules between commas, all-linear, or a regular expression.",
+        _LORA,
+    )
+
+    epochs: int = _option(1, "Times all windows are seen.", _OPTIMISER, ge=1)
+    max_steps: int | None = _option(None, "Optimizer steps, instead of whole epochs.", _OPTIMISER, ge=1)
+    windows_per_step: int = _option(64, "Windows of one optimizer step, over all processes.", _OPTIMISER, ge=1)
+    batch_size: int = _option(1, "Windows of one backward pass of a process.", _OPTIMISER, ge=1)
+    learning_rate: float = _option(2e-4, "Its peak.", _OPTIMISER, gt=0)
+    warmup: float = _option(
+        0.1, "Share of the steps in which it rises; then half a cosine to 0.", _OPTIMISER, ge=0, lt=1
+    )
+    beta1: float = _option(0.9, "AdamW.", _OPTIMISER, ge=0, lt=1)
+    beta2: float = _option(0.95, "AdamW.", _OPTIMISER, ge=0, lt=1)
+    epsilon: float = _option(1e-8, "AdamW.", _OPTIMISER, gt=0)
+    weight_decay: float = _option(0.01, "AdamW, of all weights in training.", _OPTIMISER, ge=0)
+    max_grad_norm: float = _option(1.0, "Longer gradients are shortened to this.", _OPTIMISER, gt=0)
+    seed: int = _option(42, "Of the adapter, the views, the order of windows and dropout.", _OPTIMISER)
+
+    evaluate_every: int | None = _option(None, "Steps between evaluations; left out: as --save-every.", _KEPT, ge=1)
+    evaluate_presentations: int = _option(10, "Shuffles of the held-out pools, for stability.", _KEPT, ge=2)
+    evaluate_k: int = _option(10, "Cut of nDCG.", _KEPT, ge=1)
+    select: Literal["best_ndcg", "equal_quality", "equal_stability", "last"] = _option(
+        "best_ndcg", "Rule by which one checkpoint's adapter is kept; last where nothing is held out.", _KEPT
+    )
+    max_psi: float | None = _option(None, "Most τ-PSI, for --select equal_stability.", _KEPT, ge=0, le=1)
+    save_every: int = _option(200, "Steps between checkpoints.", _KEPT, ge=1)
+    adapter_dtype: Literal["float32", "bfloat16"] = _option("float32", "Precision of the adapter that is kept.", _KEPT)
+    min_spread: float = _option(
+        0.02,
+        "Stop where documents of a window differ by less than this (SD of the expected grade); 0: never.",
+        _KEPT,
+        ge=0,
+    )
+    patience: int = _option(50, "Steps in a row below that before it stops.", _KEPT, ge=1)
+    trackers: str | None = _option(None, "tensorboard, wandb, … between commas, as accelerate knows them.", _KEPT)
+    output: Path | None = _option(None, "Folder of the run: checkpoints, steps, evaluations, adapter.", _KEPT)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = {name: value for name, value in values.items() if value is not None}
+        chosen = RECIPES.get(str(_spelling(values.get("recipe", "oc_sft"))), {})
+        return {**chosen, **values}
+
+    @model_validator(mode="after")
+    def _whole(self) -> TrainSettings:
+        for name in ("pools", "labels", "output"):
+            if getattr(self, name) is None:
+                raise ValueError(f"--{name} is missing: training needs pools, their labels, and a folder to work in")
+        if (self.heldout_pools is None) != (self.heldout_qrels is None):
+            raise ValueError("--heldout-pools and --heldout-qrels go together")
+        if self.debias and self.qrels is None:
+            raise ValueError("--debias needs --qrels, the judgements of the training pools")
+        paired = self.views not in ("none", "whole_pool")
+        if self.loss in ("order_consistency", "mean_teacher") and (not paired or self.views_per_window < 2):
+            raise ValueError(f"--loss {self.loss} compares views of a window; --views {self.views} gives one")
+        if paired and self.views_per_window < 2:
+            raise ValueError(f"--views {self.views} needs --views-per-window 2 or more")
+        if paired and self.loss in ("supervised", "kl_to_base"):
+            raise ValueError(f"--loss {self.loss} reads one view of a window; --views {self.views} makes several")
+        if self.loss == "mean_teacher" and self.views_per_window != 2:
+            raise ValueError("--loss mean_teacher is between two views")
+        if self.views == "dropout" and self.lora_dropout == 0:
+            raise ValueError("--views dropout differ by --lora-dropout, which is 0")
+        if not (self.squared or self.distribution or self.cross_entropy):
+            raise ValueError("--squared, --distribution and --cross-entropy are all 0: nothing is fitted")
+        if self.windows_per_step % self.batch_size:
+            raise ValueError(f"--windows-per-step {self.windows_per_step} is no multiple of --batch-size")
+        if self.select == "equal_stability" and self.max_psi is None:
+            raise ValueError("--select equal_stability needs --max-psi")
+        return self
+
+    @property
+    def view_seeds(self) -> tuple[int, ...]:
+        """One base seed per view: 0 and 1 for run seed 42, 2 and 3 for 43; whole-pool shuffles always from 0."""
+        count = 1 if self.views == "none" else self.views_per_window
+        first = 0 if self.views == "whole_pool" else count * (self.seed - 42)
+        return tuple(range(first, first + count))

@@ -104,9 +104,12 @@ def _load(name: str) -> Any:
     command = getattr(importlib.import_module(module), name)
     if isinstance(command, typer.Typer):  # it has commands of its own
         return get_command(command)
-    help = flowing(command.__doc__ or "")
+    return _single(command, name)
+
+
+def _single(command: Any, name: str) -> Any:
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    single.command(name, help=help, epilog=_EPILOG, context_settings=_CONTEXT)(command)
+    single.command(name, help=flowing(command.__doc__ or ""), epilog=_EPILOG, context_settings=_CONTEXT)(command)
     return get_command(single)
 
 
@@ -210,6 +213,15 @@ def _placeholder() -> None:
 
 for _name, (_, _help) in COMMANDS.items():
     app.command(_name, help=_help)(_placeholder)
+
+
+def program(command: Any, args: Sequence[str] | None = None) -> None:
+    """Run one function (see `flags`) as a script of its own, with our messages, and exit with its code."""
+    words = list(sys.argv[1:] if args is None else args)
+    rest = [word for word in words if word not in ANYWHERE]
+    made = _single(command, command.__name__)
+    with _logging(verbose="--verbose" in words, quiet="--quiet" in words):
+        sys.exit(_exit_code(lambda: made.main(rest, standalone_mode=False), debug="--debug" in words))
 
 
 def main(args: Sequence[str] | None = None) -> None:

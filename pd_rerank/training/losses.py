@@ -53,17 +53,25 @@ class Terms:
     scores: Tensor
 
 
+def means(terms: Sequence[Terms]) -> tuple[Tensor, Tensor]:
+    """Fit and consistency of a micro-batch, each the sum over its windows divided by the sum of its counts.
+
+    A window of one document counts in the fit alone; where no document counts the consistency is 0.
+    """
+    fit, weight, apart, count = (
+        sum(getattr(t, name) for t in terms) for name in ("fit", "fit_count", "consistency", "consistency_count")
+    )
+    return fit / weight, apart / count.clamp(min=1)
+
+
 def total(terms: Sequence[Terms], strength: float) -> Tensor:
-    """Σ fit / Σ its count + `strength` · Σ consistency / Σ its count, over the windows of a micro-batch.
+    """The loss of a micro-batch: its fit and `strength` times its consistency.
 
     Where every window has all its views this is the reference's (1/S) · [Σ (s_A - t)² + λ Σ (s_A - s_B)²] with S the
-    documents of the micro-batch. A window of one document counts in the fit alone. Source: method, section 4.3.
+    documents of the micro-batch. Source: method, section 4.3.
     """
-    fit = sum(t.fit for t in terms) / sum(t.fit_count for t in terms)
-    count = sum(t.consistency_count for t in terms)
-    if strength == 0.0 or not float(count):
-        return fit
-    whole: Tensor = fit + strength * sum(t.consistency for t in terms) / count
+    fit, apart = means(terms)
+    whole: Tensor = fit + strength * apart
     return whole
 
 
@@ -166,14 +174,14 @@ def order_consistency(logits: Tensor, batch: Batch, *, fit: Fit = SQUARED) -> Te
 def mean_teacher(logits: Tensor, batch: Batch, *, fit: Fit = SQUARED) -> Terms:
     """The fit of view 0, and (s_A - s_B')² where s_B' is an averaged model's score of view 1.
 
-    `batch.reference` (m, G) are that model's logits, in window order; documents view 1 did not show do not count.
-    The averaged model's weights follow the student's with decay 0.999; strength 0.5. Source: method, section 4.4.
+    `batch.reference` (m, G) are that model's logits, in window order, None for a window of one view, which counts in
+    the fit alone; so do documents view 1 did not show. The student needs view 0 only. The averaged model's weights
+    follow the student's with decay 0.999; strength 0.5. Source: method, section 4.4.
     """
-    apart = (expected_grade(logits[0]) - expected_grade(_reference(batch))).square()
-    if len(logits) < 2:  # a window of one document has no second view
-        shown = apart.new_zeros(apart.shape)
-    else:
-        shown = apart.new_ones(apart.shape) if batch.shown is None else batch.shown[1].to(apart.dtype)
+    if batch.reference is None:
+        return supervised(logits, batch, fit=fit)
+    apart = (expected_grade(logits[0]) - expected_grade(batch.reference)).square()
+    shown = apart.new_ones(apart.shape) if batch.shown is None else batch.shown[1].to(apart.dtype)
     return _terms(logits, batch, fit, consistency=(apart * shown).sum(), count=shown.sum())
 
 
@@ -183,7 +191,9 @@ def kl_to_base(logits: Tensor, batch: Batch, *, fit: Fit = SQUARED, temperature:
     `batch.reference` (m, G) are the logits of the same prompt without the adapter; strength 0.05. Source: method, 4.4.
     """
     mine = (logits[0] / temperature).log_softmax(dim=-1)
-    base = (_reference(batch) / temperature).log_softmax(dim=-1)
+    if batch.reference is None:
+        raise BadArgument("this loss compares with the base model's logits; give them as reference")
+    base = (batch.reference / temperature).log_softmax(dim=-1)
     apart = (mine.exp() * (mine - base)).sum(dim=-1)
     return _terms(logits, batch, fit, consistency=apart.sum(), count=apart.new_tensor(len(apart)))
 
@@ -192,12 +202,6 @@ LOSSES: Mapping[str, Callable[..., Terms]] = {
     loss.__name__: loss for loss in (supervised, order_consistency, mean_teacher, kl_to_base)
 }
 """The losses by name, for settings files."""
-
-
-def _reference(batch: Batch) -> Tensor:
-    if batch.reference is None:
-        raise BadArgument("this loss compares with another model's logits; give them as reference")
-    return batch.reference
 
 
 def _terms(logits: Tensor, batch: Batch, fit: Fit, *, consistency: Tensor, count: Tensor) -> Terms:

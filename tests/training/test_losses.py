@@ -140,10 +140,13 @@ def test_weights_divide_by_their_sum() -> None:
 
 def test_the_mean_teacher_pulls_the_first_view_to_the_averaged_models_second() -> None:
     reference = logits_of(B)[0]
-    terms = mean_teacher(logits_of(A, (3.0, 3.0, 3.0)), batch_of(reference=reference))
+    terms = mean_teacher(logits_of(A), batch_of(reference=reference))
     assert total([terms], 0.5).item() == pytest.approx(0.11 + 0.5 * 0.12)
-    alone = mean_teacher(logits_of((1.0,)), batch_of((3.0,), reference=logits_of((0.0,))[0]))
-    assert alone.consistency_count.item() == 0
+    shown = torch.tensor([[True, True, True], [False, True, True]])
+    part = mean_teacher(logits_of(A), batch_of(reference=reference, shown=shown))
+    assert part.consistency.item() == pytest.approx(0.04 + 0.16)
+    alone = mean_teacher(logits_of((1.0,)), batch_of((3.0,)))
+    assert (alone.fit.item(), alone.consistency_count.item()) == (pytest.approx(4.0), 0)
 
 
 def test_kl_to_base_is_over_the_grades_at_a_temperature() -> None:
@@ -207,7 +210,7 @@ def test_every_loss_takes_the_same_arguments(name: str) -> None:
 def test_what_makes_no_loss_is_refused() -> None:
     with pytest.raises(BadArgument, match="not all 0"):
         Fit(squared=0.0)
-    with pytest.raises(BadArgument, match="another model's logits"):
+    with pytest.raises(BadArgument, match="the base model's logits"):
         kl_to_base(logits_of(A), batch_of())
     with pytest.raises(BadArgument, match="two views or more"):
         as_difference(1.0, views=1, of="difference")

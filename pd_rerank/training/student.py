@@ -1,0 +1,263 @@
+"""The model in training: a base model with a fresh LoRA adapter, read at slots and nowhere else.
+
+The base stays frozen in its own precision, the adapter is float32. Only hidden states at slots reach the output head,
+and of the head only the grades' rows, in float32: no logit of the vocabulary is computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pd_rerank._extras import need
+from pd_rerank.engines.base import WindowPrompt
+from pd_rerank.engines.loading import load_named, named_dtype, out_of_memory
+from pd_rerank.errors import BadArgument, EngineFailure
+from pd_rerank.training.examples import Example, View
+from pd_rerank.training.losses import Batch, in_window_order
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any
+
+PROJECTIONS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+"""The seven projections of Llama, Qwen, Mistral, Gemma and Granite, in words of `Lora.targets`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """The adapter to train. `targets`: module names between commas, `all-linear`, or a regular expression."""
+
+    rank: int = 16
+    alpha: float = 32
+    dropout: float = 0.05
+    targets: str = PROJECTIONS
+
+    @property
+    def modules(self) -> str | list[str]:
+        """The targets in PEFT's form."""
+        if self.targets == "all-linear" or re.search(r"[^\w,\s-]", self.targets):
+            return self.targets
+        return [name.strip() for name in self.targets.split(",") if name.strip()]
+
+
+def load_student(
+    name: str,
+    *,
+    lora: Lora,
+    seed: int,
+    dtype: Any = "auto",
+    device: Any = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Load a base model and put a LoRA adapter on it, drawn with `seed`; the PEFT model and its tokenizer.
+
+    The base keeps its precision, the adapter is float32, whatever the base is. Raises what loading raises, and
+    `BadArgument` for an adapter in place of a base and for targets the model does not have.
+    """
+    need("peft", extra="train", purpose="training puts a LoRA adapter on the model through PEFT")
+    torch = need("torch", extra="train", purpose="training runs on torch")
+    loaded = load_named(
+        name,
+        adapter=None,
+        tokenizer=None,
+        dtype=named_dtype(torch, dtype),
+        device=device,
+        device_map=None,
+        revision=revision,
+        adapter_revision=None,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        model_kwargs={},
+        tokenizer_kwargs={},
+        quiet=False,
+    )
+    if loaded.adapter is not None:
+        raise BadArgument(f"'{name}' is an adapter; name a base model, on which a new adapter is trained")
+    return with_lora(loaded.model, lora, seed=seed), loaded.tokenizer
+
+
+def with_lora(model: Any, lora: Lora, *, seed: int) -> Any:
+    """`model` with a fresh adapter, changed in place; its weights are drawn with `seed`, torch's own state is kept."""
+    import peft
+    import torch
+
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.modules,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of tied embeddings it does not touch
+        torch.manual_seed(seed)
+        try:
+            wrapped = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise BadArgument(
+                f"no adapter can be put on {type(model).__name__} with lora-targets '{lora.targets}': {error}"
+            ) from error
+    for weight in wrapped.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    return wrapped
+
+
+class Student:
+    """Grade logits of a model in training, with gradients: (slots, G) float32 per prompt.
+
+    `model` is a PEFT model; `checkpointing` computes activations again in the backward pass instead of keeping them.
+    `through` in the methods is the model as accelerate wrapped it, where gradients are to be shared.
+    """
+
+    def __init__(self, model: Any, grade_ids: Sequence[int], *, checkpointing: bool = False) -> None:
+        import torch
+
+        self._torch = torch
+        self.model = model
+        base = model.get_base_model()
+        self._keeps = "logits_to_keep" in inspect.signature(base.forward).parameters
+        self._head = base.get_output_embeddings()
+        self._grades = torch.tensor(list(grade_ids), dtype=torch.long)
+        self._rows, self._bias = self._grade_rows()
+        if checkpointing:
+            # transformers renamed it in 5.24; only the form that is not reentrant takes several passes to one backward
+            enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        model.train()
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The parameters in training, by name."""
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+
+    def logits(self, prompt: WindowPrompt, through: Any = None) -> Tensor:
+        """Logits of the grades at the slots of one prompt, (slots, G) float32."""
+        torch = self._torch
+        model = self.model if through is None else through
+        device = self.model.get_input_embeddings().weight.device
+        ids = torch.from_numpy(np.ascontiguousarray(prompt.token_ids))[None].to(device)
+        slots = torch.from_numpy(np.ascontiguousarray(prompt.slots)).to(device)
+        how = {"logits_to_keep": slots} if self._keeps else {}
+        with self._four_rows():
+            found = model(input_ids=ids, use_cache=False, **how).logits[0]
+        found = found if self._keeps else found[slots]
+        return found.float() if self._rows is not None else found[:, self._grades.to(found.device)].float()
+
+    def view(self, view: View, m: int, through: Any = None) -> Tensor:
+        """Logits of one view, (m, G), in the order of the example's documents."""
+        rows = [self.logits(prompt, through) for prompt in view.prompts]
+        whole = rows[0] if len(rows) == 1 else self._torch.cat(rows)
+        return in_window_order(whole, self._torch.from_numpy(view.shows).to(whole.device), m)
+
+    def example(self, example: Example, *, views: int | None = None, through: Any = None) -> Tensor:
+        """Logits of all views of an example, or of the first `views`: (views, m, G). Prompts run one by one."""
+        try:
+            return self._torch.stack(
+                [self.view(view, len(example.positions), through) for view in example.views[:views]]
+            )
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            raise EngineFailure(
+                f"a window of query '{example.query_id}' ({example.tokens} tokens in {len(example.views)} views) does "
+                "not fit into memory; set gradient-checkpointing, lower window-size or max-doc-chars, or take dtype "
+                "bfloat16"
+            ) from error
+
+    def base(self, example: Example) -> Tensor:
+        """View 0's logits without the adapter and without gradients, (m, G)."""
+        with self._torch.no_grad(), self.model.disable_adapter():
+            return self.view(example.views[0], len(example.positions))
+
+    def averaged(self, example: Example, average: Average) -> Tensor | None:
+        """The second view's logits with the averaged weights, without gradients (m, G); None where there is one view.
+
+        Dropout stays on, as in the reference. Source: method, section 4.4.
+        """
+        if len(example.views) < 2:
+            return None
+        with self._torch.no_grad(), average.in_place_of(self.weights):
+            return self.view(example.views[1], len(example.positions))
+
+    def batch(self, example: Example, *, reference: Tensor | None = None) -> Batch:
+        """An example's labels on the model's device."""
+        device = self.model.get_input_embeddings().weight.device
+
+        def tensor(values: Any) -> Any:
+            return None if values is None else self._torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        shown = example.shown
+        return Batch(
+            targets=tensor(example.targets),
+            probabilities=tensor(example.probabilities),
+            weights=tensor(example.weights),
+            shown=None if shown.all() else tensor(shown),
+            reference=reference,
+        )
+
+    def _grade_rows(self) -> tuple[Any, Any]:
+        """The head's rows of the grades in float32; None where the head is in training, or no plain matrix."""
+        head, torch = self._head, self._torch
+        if type(head) is not torch.nn.Linear or any(weight.requires_grad for weight in head.parameters()):
+            return None, None
+        at = self._grades.to(head.weight.device)
+        bias = None if head.bias is None else head.bias.detach()[at].float()
+        return head.weight.detach()[at].float(), bias
+
+    @contextmanager
+    def _four_rows(self) -> Iterator[None]:
+        """Let the model's own forward, with its scales and caps, go through the grades' rows of the head alone."""
+        if self._rows is None:
+            yield
+            return
+        torch, rows, bias = self._torch, self._rows, self._bias
+
+        def few(hidden: Any) -> Any:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return torch.nn.functional.linear(hidden.float(), rows, bias)
+
+        self._head.forward = few
+        try:
+            yield
+        finally:
+            del self._head.forward
+
+
+class Average:
+    """A running mean of the weights in training: after each step, mean = decay · mean + (1 - decay) · weight.
+
+    It starts as a copy. Source: method, section 4.4.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], *, decay: float = 0.999) -> None:
+        self.decay = decay
+        self.means = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def update(self, weights: Mapping[str, Any]) -> None:
+        """Move towards `weights`."""
+        for name, weight in weights.items():
+            self.means[name].lerp_(weight.detach(), 1.0 - self.decay)
+
+    @contextmanager
+    def in_place_of(self, weights: Mapping[str, Any]) -> Iterator[None]:
+        """Put the means where the weights are, for as long as this lasts."""
+        kept = {name: weight.data for name, weight in weights.items()}
+        for name, weight in weights.items():
+            weight.data = self.means[name]
+        try:
+            yield
+        finally:
+            for name, weight in weights.items():
+                weight.data = kept[name]

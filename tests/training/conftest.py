@@ -1,0 +1,5 @@
+"""Fixtures of training runs."""
+
+from tests.training.runs import bench, model_folder, script
+
+__all__ = ["bench", "model_folder", "script"]

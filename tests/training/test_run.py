@@ -1,0 +1,398 @@
+"""Training runs from end to end on a tiny random model: they learn, go on, agree across processes, and lose nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_rerank.config import RECIPES
+from pd_rerank.engines.hf import HFEngine
+from pd_rerank.files import read_json, write_json
+from pd_rerank.pool import Pool, write_pools
+from pd_rerank.training.labels import labels_of_qrels, write_labels
+from tests.training.runs import SCRIPT, Bench, pools_of, qrels_of
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+RACK = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def adapter_weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(folder / "adapter_model.safetensors"))
+
+
+def same(one: dict[str, Any], other: dict[str, Any], *, atol: float = 0.0) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.allclose(weight, other[name], atol=atol, rtol=0) for name, weight in one.items()
+    )
+
+
+def close(one: list[dict[str, Any]], other: list[dict[str, Any]], *, to: float) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(a[name] == pytest.approx(b[name], abs=to) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+# -- what a run does ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_prints_a_line_per_step_and_leaves_an_adapter_that_serves(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench() == 0
+    said = capsys.readouterr()
+    shown = [line for line in said.out.splitlines() if line]
+    assert [line.partition("  ")[0] for line in shown] == [f"step {i}/6" for i in range(1, 7)]
+    assert "left 0:00:00" in shown[-1]
+    assert "12 windows of 6 queries, 30 documents; 6 windows of one" not in said.err
+    assert "12 windows of 6 queries, 30 documents; 6 steps of 4 windows" in said.err
+    run = bench.place / "run"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
+    served = HFEngine(bench.settings["model"], adapter=run / "adapter")
+    assert served.adapter_card is not None
+    assert served.adapter_card["step"] == 6
+    assert (served.adapter_card["loss"], served.adapter_card["lambda"]) == ("oc_sft", 5.0)
+    assert same(adapter_weights(run / "adapter"), adapter_weights(run / "checkpoints" / "step-000006" / "adapter"))
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_every_recipe_trains(bench: Bench, recipe: str) -> None:
+    more = {"qrels": str(bench.place / "qrels.txt")} if recipe == "debias_first" else {}
+    assert bench(recipe=recipe, max_steps=2, save_every=2, views_per_window=2, **more) == 0
+    lines = bench.lines()
+    assert [line["step"] for line in lines] == [1, 2]
+    card = read_json(bench.place / "run" / "adapter" / "reranker.json")
+    assert card["loss"] == recipe
+    consistent = RECIPES[recipe]["loss"] != "supervised"
+    assert (max(line["consistency"] for line in lines) > 0) == consistent
+
+
+def test_training_fits_the_labels(bench: Bench) -> None:
+    changes: dict[str, Any] = {"lora_dropout": 0.0, "max_steps": 25, "save_every": 25, "max_queries": 1}
+    assert bench(recipe="single_order", learning_rate=2e-2, windows_per_step=2, **changes) == 0
+    fits = [line["fit"] for line in bench.lines()]
+    assert fits[-1] < 0.3 * fits[0]
+
+
+def test_consistency_training_brings_two_orders_together(bench: Bench) -> None:
+    """The same steps with and without the term: it ends with views closer to each other."""
+    ends = {}
+    for strength in (0.0, 5.0):
+        bench.settings["output"] = str(bench.place / f"run{strength:g}")
+        assert bench(consistency=strength, max_steps=15, save_every=15, lora_dropout=0.0, ramp_steps=0) == 0
+        ends[strength] = sum(line["consistency"] for line in bench.lines(f"run{strength:g}")[-5:])
+    assert ends[5.0] < 0.5 * ends[0.0]
+
+
+def test_a_bfloat16_base_trains(bench: Bench) -> None:
+    assert bench(dtype="bfloat16", gradient_checkpointing=True, max_steps=3) == 0
+    weights = adapter_weights(bench.place / "run" / "adapter")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert bench("--overwrite", adapter_dtype="bfloat16", max_steps=2) == 0
+    assert {w.dtype for w in adapter_weights(bench.place / "run" / "adapter").values()} == {torch.bfloat16}
+
+
+def test_checkpointing_does_not_change_the_losses(bench: Bench) -> None:
+    assert bench(max_steps=3) == 0
+    plain = bench.lines()
+    assert bench("--overwrite", max_steps=3, gradient_checkpointing=True) == 0
+    assert close(plain, bench.lines(), to=1e-5)
+
+
+def test_windows_of_one_train_on_the_fit_alone(bench: Bench) -> None:
+    assert bench(recipe="single_order", window_size=1, max_steps=2, min_spread=0.02) == 0
+    assert [line["spread"] for line in bench.lines()] == [None, None]
+
+
+def test_heldout_queries_choose_the_adapter_and_show_quality_beside_stability(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = {"heldout_pools": str(bench.place / "held"), "heldout_qrels": str(bench.place / "held.txt")}
+    assert bench(max_steps=4, save_every=2, evaluate_presentations=3, **held) == 0
+    found = [json.loads(line) for line in (bench.place / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in found] == [2, 4]
+    best = max(found, key=lambda e: (e["figures"]["ndcg"]["value"], -e["step"]))
+    card = read_json(bench.place / "run" / "adapter" / "reranker.json")
+    assert card["step"] == best["step"]
+    assert card["held_out"]["figures"] == best["figures"]
+    assert len(card["beside"]) == 2
+    assert card["choice"]["rule"] == "best_ndcg"
+    said = capsys.readouterr().err
+    assert said.count("oc_sft λ 5, step 2: nDCG@10") == 1
+    assert "Held-out" in said or "frontier" in said
+    assert (bench.place / "run" / "frontier.svg").read_text().lstrip().startswith("<")
+
+
+def test_an_evaluation_does_not_change_the_training(bench: Bench) -> None:
+    assert bench(max_steps=4, save_every=2) == 0
+    plain = bench.lines()
+    held = {"heldout_pools": str(bench.place / "held"), "heldout_qrels": str(bench.place / "held.txt")}
+    assert bench("--overwrite", max_steps=4, save_every=1, evaluate_presentations=2, **held) == 0
+    assert bench.lines() == plain
+
+
+# -- going on -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["oc_sft", "mean_teacher", "permutation_augmentation"])
+def test_a_resumed_run_equals_an_uninterrupted_one(bench: Bench, recipe: str) -> None:
+    assert bench(recipe=recipe) == 0
+    whole, run = bench.lines(), bench.place / "run"
+    weights = adapter_weights(run / "adapter")
+    bench.settings["output"] = str(bench.place / "again")
+    assert bench("--stop-after", "2", recipe=recipe) == 0
+    assert not (bench.place / "again" / "adapter").exists()
+    assert bench.lines("again") == whole[:2]
+    assert bench(recipe=recipe) == 0
+    assert bench.lines("again") == whole
+    assert same(weights, adapter_weights(bench.place / "again" / "adapter"))
+    before = (bench.place / "again" / "checkpoints" / "step-000006" / "state.json").read_bytes()
+    assert bench(recipe=recipe) == 0, "a finished run is left as it is"
+    assert (bench.place / "again" / "checkpoints" / "step-000006" / "state.json").read_bytes() == before
+
+
+def test_two_processes_equal_one_with_twice_the_accumulation(bench: Bench) -> None:
+    assert bench(max_steps=4, save_every=4) == 0
+    path = bench.config("two.yaml", max_steps=4, save_every=4, output=str(bench.place / "two"))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), "--config", str(path)], env=RACK, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("step 1/4") == 1
+    assert close(bench.lines(), bench.lines("two"), to=1e-5)
+    one, two = (adapter_weights(bench.place / run / "adapter") for run in ("run", "two"))
+    assert same(one, two, atol=1e-5)
+
+
+def test_other_settings_do_not_go_on_in_the_same_folder(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--stop-after", "1") == 0
+    assert bench(consistency=3.0) == 2
+    said = capsys.readouterr().err
+    assert "holds another training run (settings.consistency is 5.0 there, 3.0 here)" in said
+    assert "--overwrite" in said
+    assert bench("--overwrite", consistency=3.0, max_steps=1) == 0
+    assert len(bench.lines()) == 1
+
+
+def test_a_request_to_stop_saves_the_step_and_goes_on_later(bench: Bench) -> None:
+    path = bench.config(max_steps=200, save_every=1000)
+    job = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--config", str(path)], env=RACK, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert job.stdout is not None
+    assert job.stdout.readline().startswith("step 1/200")
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=120)
+    assert job.returncode == 130
+    step = len(bench.lines())
+    assert step < 200
+    assert f"interrupted; step {step} is saved" in said
+    assert (bench.place / "run" / "checkpoints" / f"step-{step:06d}" / "state.safetensors").is_file()
+    assert bench("--stop-after", str(step + 1), max_steps=200, save_every=1000) == 0
+    assert len(bench.lines()) == step + 1
+
+
+def test_one_process_trains_in_a_folder_at_a_time(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    from pd_rerank.training.checkpoints import RunFolder
+
+    held = RunFolder(bench.place / "run", run={})
+    assert bench() == 2
+    assert "another process trains in" in capsys.readouterr().err
+    held.close()
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+def test_collapsed_scores_stop_the_run_with_its_checkpoint_kept(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(min_spread=3.0, patience=4) == 7
+    said = capsys.readouterr().err
+    assert "step 4: for 4 steps the documents of a window have differed by less than 3" in said
+    assert (bench.place / "run" / "checkpoints" / "step-000004" / "state.safetensors").is_file()
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_the_step(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(learning_rate=1e30, save_every=1, warmup=0.0) == 6
+    said = capsys.readouterr().err
+    assert "step 2: the loss is nan" in said
+    assert "q" in said.partition("it read queries")[2]
+    assert len(bench.lines()) == 1
+    weights = adapter_weights(bench.place / "run" / "checkpoints" / "step-000001" / "adapter")
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_a_full_disk_loses_no_earlier_checkpoint(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench() == 0
+    whole, weights = bench.lines(), adapter_weights(bench.place / "run" / "adapter")
+    bench.settings["output"] = str(bench.place / "again")
+    assert bench("--stop-after", "3") == 0
+    saved = (bench.place / "again" / "checkpoints" / "step-000003" / "state.safetensors").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # writing beyond it fails as on a full disk
+    try:
+        assert bench() == 6
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert "the checkpoint of step 6 could not be written" in said
+    assert "step 3 is kept: free some space and run the same command" in " ".join(said.split())
+    places = bench.place / "again" / "checkpoints"
+    assert [path.name for path in places.iterdir()] == ["step-000003"]
+    assert (places / "step-000003" / "state.safetensors").read_bytes() == saved
+    assert bench() == 0
+    assert bench.lines("again") == whole
+    assert same(weights, adapter_weights(bench.place / "again" / "adapter"))
+
+
+KILLED = """
+import os, runpy, sys
+real = os.replace
+def replace(source, target):
+    if str(target).endswith({name!r}):
+        os._exit(9)
+    real(source, target)
+os.replace = replace
+sys.argv = [{script!r}, "--config", {config!r}]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "step-000006", "adapter"])
+def test_killed_in_the_middle_of_a_save_nothing_is_lost(bench: Bench, name: str) -> None:
+    """Killed while a file is written, before the checkpoint gets its name, and before the kept adapter gets its."""
+    assert bench() == 0
+    whole, weights = bench.lines(), adapter_weights(bench.place / "run" / "adapter")
+    bench.settings["output"] = str(bench.place / "again")
+    assert bench("--stop-after", "3") == 0
+    code = KILLED.format(name=f"run/{name}" if False else name, script=str(SCRIPT), config=str(bench.config()))
+    assert subprocess.run([sys.executable, "-c", code], env=RACK, capture_output=True).returncode == 9
+    places = bench.place / "again"
+    assert (places / "checkpoints" / "step-000003" / "state.safetensors").is_file()
+    assert not (places / "adapter").exists()
+    assert list(places.rglob(".*.part")), "it was killed in the middle"
+    assert bench() == 0
+    assert list(places.rglob(".*.part")) == []
+    assert bench.lines("again") == whole
+    assert same(weights, adapter_weights(places / "adapter"))
+
+
+def test_a_damaged_checkpoint_is_named(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--stop-after", "3") == 0
+    path = bench.place / "run" / "checkpoints" / "step-000003" / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    assert bench() == 5
+    assert "state.safetensors is not what state.json records; remove" in capsys.readouterr().err
+
+
+def test_a_line_half_written_when_killed_is_written_again(bench: Bench) -> None:
+    assert bench() == 0
+    whole = bench.lines()
+    bench.settings["output"] = str(bench.place / "again")
+    assert bench("--stop-after", "3") == 0
+    with open(bench.place / "again" / "steps.jsonl", "a") as stream:
+        stream.write('{"step": 4, "loss": 0.1')
+    assert bench() == 0
+    assert bench.lines("again") == whole
+
+
+def test_the_wrong_label_file_is_refused_before_training(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    others = pools_of(3, first=50)
+    write_labels(bench.place / "others", labels_of_qrels(qrels_of(others), others))
+    assert bench(labels=str(bench.place / "others")) == 5
+    assert "the labels do not fit 6 of 6 pools: query 'q0': 5 of 5 documents have no label" in capsys.readouterr().err
+    assert bench("--overwrite", labels=str(bench.place / "qrels.txt")) == 5
+    assert bench("--overwrite", labels=str(bench.place / "nothing")) == 4
+
+
+def test_labels_of_another_template_are_refused_unless_that_is_meant(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = read_json(bench.place / "labels" / "manifest.json")
+    write_json(bench.place / "labels" / "manifest.json", manifest | {"prompt": {"template_hash": "f" * 64}})
+    assert bench() == 5
+    assert "was made with prompt template ffffffffffff" in capsys.readouterr().err
+    assert bench("--overwrite", check_template=False, max_steps=1) == 0
+
+
+def test_a_document_twice_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bench.place / "pools.jsonl"
+    one = {"docid": "d", "score": 1.0, "doc": {"text": "tide"}}
+    path.write_text(json.dumps({"query": {"qid": "q", "text": "tide?"}, "candidates": [one, one]}) + "\n")
+    assert bench(pools=str(path)) == 5
+    assert "holds 'd' twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("long", "code"), [(3, 0), (6, 5)])
+def test_queries_too_long_are_dropped_and_counted_and_none_left_is_an_error(
+    bench: Bench, long: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pools = [
+        Pool(query_id=p.query_id, query=p.query * (400 if i < long else 1), candidates=p.candidates)
+        for i, p in enumerate(pools_of(6))
+    ]
+    write_pools(bench.place / "long", pools)
+    write_labels(bench.place / "long-labels", labels_of_qrels(qrels_of(pools), pools))
+    changes = {"pools": str(bench.place / "long"), "labels": str(bench.place / "long-labels"), "max_steps": 1}
+    assert bench(**changes) == code
+    said = " ".join(capsys.readouterr().err.split())
+    if code:
+        assert "no window is left of 6 pools; first 'q0'" in said
+    else:
+        assert "3 of 6 queries leave no room for a document and are dropped ('q0', 'q1', 'q2')" in said
+        assert "6 windows of 3 queries" in said
+
+
+def test_queries_trained_on_are_not_held_out(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    held = {"heldout_pools": str(bench.place / "pools"), "heldout_qrels": str(bench.place / "qrels.txt")}
+    assert bench(**held) == 5
+    assert "6 queries are trained on and held out, first 'q0'" in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else_is_left_alone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    (bench.place / "run").mkdir()
+    (bench.place / "run" / "thesis.tex").write_text("years of work")
+    for words in ((), ("--overwrite",)):
+        assert bench(*words) == 2
+        assert "holds 'thesis.tex' and no training run" in capsys.readouterr().err
+    assert (bench.place / "run" / "thesis.tex").is_file()
+
+
+def test_windows_that_processes_cannot_share_are_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(windows_per_step=5, batch_size=2) == 2
+    assert "no multiple of --batch-size" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_would_be_trained_on_and_writes_nothing(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--dry-run") == 0
+    assert "12 windows of 6 queries" in capsys.readouterr().err
+    assert not (bench.place / "run").exists()
+
+
+def test_time_is_not_spent_where_the_folder_is_refused(bench: Bench) -> None:
+    (bench.place / "run").write_text("a file")
+    began = time.monotonic()
+    assert bench(model="/no/such/model") == 2
+    assert time.monotonic() - began < 30
