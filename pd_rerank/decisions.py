@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch
+from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch, whole
 from pd_rerank.files import read_json, write_json
 from pd_rerank.scores import READOUTS, Readout, Scores, ScoreTable, SlotResidual
 
@@ -25,16 +25,20 @@ GRID = 41
 """Points of the threshold grid (method, section 5.3)."""
 
 
-SCORED_BY = ("model", "adapter", "template_hash")
+SCORED_BY = ("model", "adapter", "adapter_sha256", "template_hash")
 """What scores must share for one threshold to mean the same on them."""
 
 
 def scored_by(engine: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
     """Model, adapter and prompt template, from what an engine and a prompt `describe`: a threshold's `context`."""
     adapter = engine.get("adapter")
+    source, weights = adapter, None
+    if isinstance(adapter, Mapping):  # trained again in its folder it keeps its name, but not its weights
+        source, weights = adapter.get("source"), adapter.get("sha256")
     return {
         "model": engine.get("model"),
-        "adapter": adapter.get("source") if isinstance(adapter, Mapping) else adapter,
+        "adapter": source,
+        **({"adapter_sha256": weights} if weights else {}),
         "template_hash": prompt.get("template_hash"),
     }
 
@@ -66,8 +70,12 @@ class Threshold:
                 raise BadArgument(f"unknown {name} {value!r} of a threshold; choose one of {', '.join(known)}")
         if self.reached is not None and not _number(self.reached):
             raise BadArgument(f"what a threshold reached is a number, got {self.reached!r}")
-        if not isinstance(self.n_queries, int) or not isinstance(self.context, Mapping):
+        if not whole(self.n_queries) or not isinstance(self.context, Mapping):
             raise BadArgument("a threshold has a whole number of queries and a mapping as context")
+        # numpy's numbers too, which JSON cannot write
+        object.__setattr__(self, "value", float(self.value))
+        object.__setattr__(self, "reached", None if self.reached is None else float(self.reached))
+        object.__setattr__(self, "n_queries", int(self.n_queries))
 
     def check(self, context: Mapping[str, Any]) -> None:
         """Refuse scores of another model, adapter or prompt template than this was fitted on, where it records them."""
@@ -173,6 +181,8 @@ def fit_f1(
     context: Mapping[str, Any] | None = None,
 ) -> Threshold:
     """`Threshold.fit_f1` of any system's scores: (n,) per query, NaN where missing, with the mask of relevant ones."""
+    if [np.shape(s) for s in scores] != [np.shape(mask) for mask in relevant]:
+        raise BadArgument("every query's scores need a mask of relevant candidates of the same length")
     if not any(mask.any() for mask in relevant):
         raise InvalidData(
             f"none of the {len(scores)} queries has a relevant candidate; check that qrels and scores use the same ids"
@@ -223,8 +233,14 @@ def dev_split(query_ids: Sequence[str], *, seed: int = 20260610, share: float = 
     """Split query ids into a dev part to fit on and a test part to report on.
 
     Ids are sorted, shuffled with numpy's default_rng(seed), and the first max(1, round(share·n)) are dev
-    (round to even). At least two queries are needed. Source: method, section 5.3.
+    (round to even). At least two queries are needed, each once, so that none is in both parts. Source: method,
+    section 5.3.
     """
+    if not 0 < share < 1:
+        raise BadArgument(f"the dev share lies between 0 and 1, got {share}")
+    if len(set(query_ids)) < len(query_ids):
+        twice = next(q for i, q in enumerate(query_ids) if q in query_ids[:i])
+        raise BadArgument(f"query '{twice}' comes twice; a query is in the dev part or the test part, not in both")
     if len(query_ids) < 2:
         raise BadArgument(f"a dev split needs at least two queries, got {len(query_ids)}")
     ids = np.array(sorted(query_ids), dtype=object)
@@ -254,10 +270,13 @@ class Settle:
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.top_k is None):
             raise BadArgument("give Settle either a threshold or a top_k, not both and not neither")
-        if self.top_k is not None and self.top_k < 1:
-            raise BadArgument(f"top_k must be at least 1, got {self.top_k}")
-        if self.first < 2 or self.step < 1 or self.tolerance < 0:
-            raise BadArgument("Settle needs first >= 2, step >= 1 and tolerance >= 0")
+        if self.threshold is not None and not (_number(self.threshold) and math.isfinite(self.threshold)):
+            raise BadArgument(f"the threshold of Settle is a finite number, got {self.threshold!r}")
+        if self.top_k is not None and (not whole(self.top_k) or self.top_k < 1):
+            raise BadArgument(f"top_k must be a whole number of at least 1, got {self.top_k!r}")
+        counts = whole(self.first) and self.first >= 2 and whole(self.step) and self.step >= 1
+        if not counts or not _number(self.tolerance) or not self.tolerance >= 0:
+            raise BadArgument("Settle needs whole numbers first >= 2 and step >= 1, and a tolerance >= 0")
 
     def check(self, presentations: int) -> None:
         """Refuse a most of `presentations` that leaves nothing to save."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pd_rerank.decisions import Settle, Threshold, dev_split
-from pd_rerank.errors import BadArgument, InvalidData
+from pd_rerank.decisions import Settle, Threshold, dev_split, fit_f1, scored_by
+from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch
 from tests.tables import table
 
 NAN = float("nan")
@@ -86,6 +87,36 @@ def test_dev_split_is_the_methods() -> None:
         dev_split(["q"])
 
 
+def test_a_split_that_shares_queries_or_leaves_a_part_empty_is_refused() -> None:
+    with pytest.raises(BadArgument, match="'b' comes twice"):
+        dev_split(["a", "b", "c", "b"])
+    for share in (0.0, 1.0, NAN):
+        with pytest.raises(BadArgument, match="share"):
+            dev_split(["a", "b", "c"], share=share)
+
+
+def test_scores_and_relevance_of_other_lengths_are_refused() -> None:
+    scores = np.array([0.1, 0.5])
+    for relevant in ([np.array([True])], [np.array([True, False])] * 2):
+        with pytest.raises(BadArgument, match="same length"):
+            fit_f1([scores], relevant)
+
+
+def test_a_threshold_of_numpys_numbers_is_frozen_too(tmp_path: Path) -> None:
+    Threshold(value=np.float32(0.5), reached=np.float32(0.25), n_queries=np.int64(3)).save(tmp_path / "t.json")
+    assert Threshold.load(tmp_path / "t.json") == Threshold(value=0.5, reached=0.25, n_queries=3)
+
+
+def test_an_adapter_trained_again_in_its_folder_is_another() -> None:
+    def context(weights: str) -> dict[str, Any]:
+        return scored_by({"model": "m", "adapter": {"source": "lora", "sha256": weights}}, {"template_hash": "h"})
+
+    threshold = Threshold(value=0.5, context=context("before"))
+    threshold.check(context("before"))
+    with pytest.raises(ModelMismatch, match="adapter_sha256 before there, after here"):
+        threshold.check(context("after"))
+
+
 def test_agreement_settles_and_disagreement_at_the_threshold_does_not() -> None:
     rule = Settle(threshold=0.5)
     assert rule.settled(np.array([[0.9, 0.1], [0.9, 0.1]]))
@@ -115,7 +146,20 @@ def test_one_presentation_never_settles_and_missing_scores_do_not_count() -> Non
     assert Settle(threshold=0.5).settled(np.zeros((2, 0)))
 
 
-@pytest.mark.parametrize("bad", [{}, {"threshold": 0.5, "top_k": 3}, {"top_k": 0}, {"threshold": 0.5, "first": 1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({}, {"threshold": 0.5, "top_k": 3}, {"top_k": 0}, {"threshold": 0.5, "first": 1}),
+        *(
+            {"threshold": NAN},
+            {"threshold": "0.5"},
+            {"threshold": Threshold(value=0.5)},
+            {"top_k": 1.5},
+            {"top_k": "2"},
+        ),
+        *({"top_k": 1, "first": "2"}, {"top_k": 1, "step": 0.5}, {"top_k": 1, "tolerance": NAN}),
+    ],
+)
 def test_a_rule_without_one_decision_is_refused(bad: dict) -> None:
     with pytest.raises(BadArgument):
         Settle(**bad)
