@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import datetime
+import glob
 import gzip
 import hashlib
 import itertools
@@ -85,6 +86,14 @@ def whole_folder(path: str | Path, *, holds: Collection[str]) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+
+
+def clear_left_overs(path: str | Path) -> None:
+    """Delete what killed processes left beside `path` of folders that `whole_folder` was to put there."""
+    target = Path(path)
+    for ending in ("part", "old"):  # eight letters are what mkdtemp puts between
+        for left_over in target.parent.glob(f".{glob.escape(target.name)}.????????.{ending}"):
+            shutil.rmtree(left_over, ignore_errors=True)
 
 
 def check_folder(path: str | Path, *, holds: Collection[str]) -> None:

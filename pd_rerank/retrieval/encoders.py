@@ -89,8 +89,7 @@ def load_encoder(name: str | Path, *, kind: Literal["dense", "sparse"] | None = 
     None means not given.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    source = _Source(str(name), given.get("revision"))
-    if (kind or source.kind()) == "sparse":
+    if (kind or _Source(str(name), given.get("revision")).kind()) == "sparse":
         return SpladeEncoder(name, **given)
     return DenseEncoder(name, **given)
 

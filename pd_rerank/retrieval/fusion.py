@@ -164,7 +164,7 @@ class ReciprocalRank:
         first = np.repeat(table.starts, table.lengths.ravel())
         ranks = np.arange(1, len(table.scores) + 1) - first
         weights = np.array([self.weights.get(name, 1.0) for name in runs])
-        return table.rankings(table.sums(weights[table.segment % len(runs)] / (self.k + ranks)), None)
+        return table.rankings(table.sums(table.spread(weights) / (self.k + ranks)), None)
 
     def describe(self) -> dict[str, Any]:
         """Its settings, as plain values."""
@@ -202,24 +202,27 @@ class HitTable:
         lengths = np.empty((len(wanted), len(routes)), dtype=np.int64)
         names: list[Names] = []
         columns: list[Ints] = [np.empty(0, dtype=np.int64)]
-        scores: list[Floats] = [np.empty(0)]
+        every: list[Mapping[str, float]] = []
+        numbers: list[int] = []  # the same objects for every query: a number above 256 is made anew each time
         for i, query in enumerate(wanted):
             hits = [run.get(query, none) for run in routes]
             lengths[i] = counts = list(map(len, hits))
-            place: dict[str, Any] = {}
-            for found in hits:
+            place: dict[str, Any] = dict(hits[0])
+            for found in hits[1:]:
                 place.update(found)
             names.append(np.fromiter(place, dtype=object, count=len(place)))
-            place.update(zip(place, range(len(place)), strict=True))
-            total = sum(counts)
+            numbers += range(len(numbers), len(place))
+            place.update(zip(place, numbers, strict=False))
             columns.append(np.arange(counts[0]))  # the first route's hits are the first names: nothing to look up
             others = map(place.__getitem__, chain.from_iterable(hits[1:]))
-            columns.append(np.fromiter(others, np.int64, total - counts[0]))
-            scores.append(np.fromiter(chain.from_iterable([found.values() for found in hits]), np.float64, total))
+            columns.append(np.fromiter(others, np.int64, sum(counts) - counts[0]))
+            every += hits
+        total = int(lengths.sum())
+        scores = np.fromiter(chain.from_iterable(found.values() for found in every), np.float64, total)
         segment = np.repeat(np.arange(lengths.size), lengths.ravel())
-        width = max(map(len, names), default=0)
-        cell = segment // len(routes) * width + np.concatenate(columns)
-        table = cls(wanted, names, lengths, np.concatenate(scores), segment, cell, width)
+        width = len(numbers)
+        cell = np.repeat(np.arange(len(wanted)) * width, lengths.sum(axis=1)) + np.concatenate(columns)
+        table = cls(wanted, names, lengths, scores, segment, cell, width)
         wrong = np.flatnonzero(~np.isfinite(table.scores))
         if len(wrong):
             raise InvalidData(f"{table.place(int(wrong[0]), list(runs))} is no finite number; mend the route")
@@ -241,6 +244,10 @@ class HitTable:
         """Which cells of a (Q, width) table are documents."""
         sizes = np.fromiter(map(len, self.names), np.int64, len(self.names))
         return np.arange(self.width) < sizes[:, None]
+
+    def spread(self, by_route: NDArray[Any]) -> NDArray[Any]:
+        """What there is one of per route (R,), for each hit."""
+        return np.repeat(np.tile(by_route, len(self.queries)), self.lengths.ravel())
 
     def sums(self, values: Floats, *, at: Ints | None = None) -> Floats:
         """Add up hits' `values` by document, in the order of the routes, as a (Q, width) table."""
@@ -282,14 +289,14 @@ class Scaled:
     def of(cls, table: HitTable, rules: Mapping[str, RouteRule]) -> Scaled:
         """Filter, transform and scale the hits of a table whose routes are those of `rules`, in their order."""
         segment, scores = table.segment, table.scores
-        route = segment % len(rules)
-        floor = np.array([-np.inf if rule.threshold is None else rule.threshold for rule in rules.values()])
-        logs = np.array([rule.transform == "log1p" for rule in rules.values()])[route]
+        floors = [-np.inf if rule.threshold is None else rule.threshold for rule in rules.values()]
+        floor = table.spread(np.array(floors, dtype=np.float64))
+        logs = table.spread(np.array([rule.transform == "log1p" for rule in rules.values()]))
         negative = np.flatnonzero(logs & (scores < 0))
         if len(negative):
             place = table.place(int(negative[0]), list(rules))
             raise InvalidData(f"{place} is negative, and log1p is for scores from 0; use transform raw")
-        kept = scores >= floor[route]
+        kept = scores >= floor
         segment, cell, values, logs = segment[kept], table.cell[kept], scores[kept], logs[kept]
         # math.log1p, since numpy's differs between processors in the last bit, and pools should not.
         values[logs] = np.fromiter(map(math.log1p, values[logs].tolist()), np.float64, int(logs.sum()))

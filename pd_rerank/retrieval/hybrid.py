@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource
 from pd_rerank.files import (
     RunHit,
+    clear_left_overs,
     read_json,
     read_jsonl,
     read_qrels,
@@ -385,6 +386,7 @@ class PoolJob:
             logger.warning("%s", problem)
         sources = {route.name: read_json(self.shards(route) / _SOURCE) for route in self.routes}
         about = {**(record or {}), "settings": self.settings, "sources": sources, **counts, "health": report}
+        clear_left_overs(self.folder)
         write_pools(self.folder, pools, manifest=about)
         if not keep_hits:
             self._clear()

@@ -24,6 +24,7 @@ import numpy as np
 from pd_rerank._extras import need
 from pd_rerank.errors import BadArgument, EngineFailure
 from pd_rerank.files import (
+    clear_left_overs,
     manifest,
     read_json,
     versions,
@@ -296,9 +297,7 @@ class _Job:
     @contextmanager
     def folder(self) -> Iterator[Path]:
         """An empty folder that becomes the index if all goes well; the shards then go."""
-        for ending in ("part", "old"):  # a killed run's; eight letters are what whole_folder puts between
-            for left_over in self.index.parent.glob(f".{self.index.name}.????????.{ending}"):
-                shutil.rmtree(left_over, ignore_errors=True)
+        clear_left_overs(self.index)
         held = [entry.name for entry in self.index.iterdir()] if self.index.is_dir() else []
         with whole_folder(self.index, holds=held) as fresh:
             yield fresh
