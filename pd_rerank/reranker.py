@@ -32,6 +32,7 @@ from pd_rerank.scores import READOUTS, Readout, ScoreTable, SlotResidual
 from pd_rerank.scoring import Calibration, Scoring, Shuffle, score_pools
 
 logger = logging.getLogger("pd_rerank")
+_NOWHERE = logging.NullHandler()
 
 Docs: TypeAlias = str | Document | Sequence[str | Document]
 Ids: TypeAlias = Sequence[str | int]
@@ -122,7 +123,8 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
 
     An adapter that carries a `reranker.json` must have been made with the same prompt template, and a threshold that
     records its `context()` been fitted on the same model and template; `check_template=False` overrides.
-    `max_concurrency` is how many `rank_async` calls run at once; the others wait.
+    `max_concurrency` is how many `rank_async` calls run at once; the others wait. With `verbose=0` warnings go only
+    where the program has set up logging (logger "pd_rerank"), and nowhere otherwise.
     """
 
     def __init__(
@@ -160,6 +162,10 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
             raise BadArgument(f"max_concurrency must be a whole number of at least 1, got {max_concurrency!r}")
         if settle is not None and not isinstance(settle, Settle):
             raise BadArgument(f"settle is Settle(threshold=…) or Settle(top_k=…), got {settle!r}")
+        if not isinstance(verbose, int):
+            raise BadArgument(f"verbose is a whole number, 0 for silence, got {verbose!r}")
+        if verbose < 1:  # without a handler anywhere, Python itself prints warnings on stderr
+            logger.addHandler(_NOWHERE)
         self.verbose = verbose
         self.scoring = Scoring(
             window=window,

@@ -266,11 +266,12 @@ def test_an_unknown_option_beside_an_engine_object_is_an_error_that_names_it() -
         ("max_length", 1.5),
         ("max_concurrency", 1.0),
         ("max_concurrency", True),
+        ("verbose", "no"),
     ],
 )
 def test_a_bad_setting_stops_the_constructor_and_is_named(option: str, value: Any) -> None:
     with pytest.raises(BadArgument, match=option.removesuffix("s")):
-        OCSFTBatchedReranker("m", 0, **{"engine": "fake", option: value})
+        OCSFTBatchedReranker("m", **{"verbose": 0, "engine": "fake", option: value})
 
 
 def test_an_adapter_for_an_engine_without_adapters_is_refused_in_those_words() -> None:
@@ -303,6 +304,7 @@ def test_a_fresh_process_with_verbose_0_writes_nothing() -> None:
         "ranker = Reranker('team/gpt', model_type='ocsft', engine='fake', verbose=0)\n"
         "results = ranker.rank('q', [Document('a q', doc_id='x'), 'b', ''], doc_ids=[1, 2, 3])\n"
         "assert [r.rank for r in results] == [1, 2, 3]\n"
+        "ranker.rank('q', ['alike', 'alike'])  # worth a warning\n"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
