@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -86,6 +88,60 @@ def test_a_folder_is_replaced_but_never_one_that_holds_other_files(tmp_path: Pat
     ):
         pass
     assert (folder / "thesis.tex").exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pd_rerank import files
+
+target = Path(sys.argv[1])
+
+def write(text):
+    with files.whole_folder(target, holds=["a", "b"]) as fresh:
+        (fresh / "a").write_text(text)
+        (fresh / "b").write_text(text)
+
+if sys.argv[2] == "apart":
+    files._exchange = lambda one, other: False
+write("old")
+seen = []
+for last in range(1000):
+    child = os.fork()
+    if not child:
+        left = last
+        def hook(event, args):
+            global left
+            if event.startswith(("os.", "shutil.", "open", "ctypes.")):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        write("new")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    there = sorted(path.read_text() for path in target.iterdir()) if target.exists() else ["absent"]
+    seen.append("/".join(there))
+    if status == 0:
+        break
+    if seen[-1] != "old/old":
+        write("old")
+print(*seen)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="folders change places in one step on Linux")
+def test_a_folder_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
+    def states(how: str) -> list[str]:
+        command = [sys.executable, "-c", KILLED, str(tmp_path / how / "set"), how]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+        return done.stdout.split()
+
+    seen = states("exchanged")
+    assert len(seen) > 8
+    assert set(seen) == {"old/old", "new/new"}
+    assert seen[-1] == "new/new"
+    assert "absent" in states("apart")  # what the exchange is for
 
 
 def test_a_folder_does_not_replace_a_file(tmp_path: Path) -> None:
