@@ -184,6 +184,12 @@ class _Loader:
             raise MissingResource(f"{folder} holds no config.json, so it is no model folder")
         with self._explained(source), no_bars():
             config = transformers.AutoConfig.from_pretrained(source, **self._common(source), **_only(more, "subfolder"))
+            kinds = getattr(config, "architectures", None) or []
+            if kinds and all(kind.endswith("Classification") for kind in kinds):  # its head would be made up of noise
+                raise ModelMismatch(
+                    f"'{source}' is a classifier ({kinds[0]}) and has no output head to read grades from; give the "
+                    "causal language model it was made of"
+                )
             text = config.get_text_config()
             how: dict[str, Any] = {"config": config, "dtype": _choose_dtype(torch, dtype, device, text), **more}
             attention = _attention(text, attn_implementation)

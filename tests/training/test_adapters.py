@@ -439,6 +439,8 @@ def test_the_token_classifier_of_transformers_takes_the_same_folder(base: Path, 
     folder = saved(base, tmp_path / "adapter")
     export(base, tmp_path / "out", adapter=folder, form="classifier")
     windows, wanted = logits(ranker(base, adapter=folder).engine, GradePrompt(byte_level(), max_doc_chars=200))
+    with pytest.raises(ModelMismatch, match=r"LlamaForSequenceClassification.*no output head"):
+        ranker(tmp_path / "out")
     made = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
     torch.nn.init.zeros_(made.score.bias)
     with torch.no_grad():
