@@ -374,6 +374,7 @@ def test_an_engine_that_never_works_stops_the_job(tmp_path: Path) -> None:
     with pytest.raises(EngineFailure, match="fell off"):
         finish(job(tmp_path / "out"), Failing("bees"))
     assert not (tmp_path / "out/manifest.json").exists()
+    assert os.listdir(tmp_path / "out/shards") == ["settings.json"]  # and went no further than the first shard
 
 
 def test_an_error_nobody_foresaw_is_not_taken_for_a_failed_query(tmp_path: Path) -> None:
