@@ -59,6 +59,11 @@ RATIOS = (
     Ratio("everything in rerankers' rank() but the forward / the forward", "rank() without forward", "window 20", 0.03),
 )
 
+TRAINING_RATIOS = (
+    Ratio("training step on two views of a window / on one", "window step, two views", "window step", 2.1),
+    Ratio("training step, slot rows only / logits of every position", "window step", "window step, all logits", 0.90),
+)
+
 BOOTSTRAP_RATIOS = (
     Ratio("paired bootstrap, 20,000 x 5,000 / numpy loop", "paired bootstrap", "paired bootstrap, numpy loop", 0.70),
     Ratio("2,000 x 699 groups / joining their rows", "group bootstrap", "group bootstrap, rows joined", 0.03),
@@ -97,8 +102,8 @@ class Group:
 
 def main() -> int:
     args = arguments()
-    if args.scale_probe:
-        print(json.dumps(scale_probe(args)))
+    if args.scale_probe or args.training_probe:
+        print(json.dumps(scale_probe(args) if args.scale_probe else training_probe(args)))
         return 0
     chosen = {name: group for name, group in groups().items() if args.only in (None, name)}
     try:
@@ -119,6 +124,10 @@ def main() -> int:
         memory |= scale_probes(args)
         rows += scale_rows(memory)
         report(args, times, rows, memory)
+    if "training" in chosen:
+        memory |= training_probes(args)
+        rows += training_rows(memory)
+        report(args, times, rows, memory)
     print((args.output / "benchmark.md").read_text(encoding="utf-8"))
     return 0
 
@@ -128,6 +137,7 @@ def groups() -> dict[str, Group]:
     return {
         "scoring": Group(ratios=RATIOS, make=cases, needs={"torch": "hf", "transformers": "hf"}),
         "labels": Group(ratios=LABEL_RATIOS, make=label_cases, needs={"torch": "hf", "transformers": "hf"}),
+        "training": Group(ratios=TRAINING_RATIOS, make=training_cases, needs={"torch": "train", "peft": "train"}),
         "bootstrap": Group(ratios=BOOTSTRAP_RATIOS, make=bootstrap_cases, needs={}),
         "stability": Group(ratios=STABILITY_RATIOS, make=stability_cases, needs={"scipy": "eval"}),
         "fusion": Group(ratios=FUSION_RATIOS, make=fusion_cases, needs={"ranx": "eval"}),
@@ -148,6 +158,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scale-layers", type=int, default=2, help="layers for 100 against 1,000 documents")
     parser.add_argument("--only", choices=sorted(groups()), help="one group of figures (default: all)")
     parser.add_argument("--scale-probe", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--training-probe", choices=_STEPS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -336,6 +347,51 @@ class _NoForward:
         return {}
 
 
+def training_cases(args: argparse.Namespace) -> Cases:
+    """Forward and backward pass of one window of 20 documents, with an adapter of rank 16 on every projection."""
+    import torch
+
+    from pd_rerank.training.losses import order_consistency, supervised, total
+
+    student, example, grades = training_window(args)
+
+    def step(views: int) -> None:
+        loss = supervised if views == 1 else order_consistency
+        total([loss(student.example(example, views=views), student.batch(example))], 5.0).backward()
+        student.model.zero_grad()
+
+    def all_logits() -> None:
+        shown = example.views[0].prompts[0]
+        logits = student.model(input_ids=torch.from_numpy(shown.token_ids)[None], use_cache=False).logits
+        read = logits[0, torch.from_numpy(shown.slots)][:, grades].float()
+        total([supervised(read[None], student.batch(example))], 0.0).backward()
+        student.model.zero_grad()
+
+    return {
+        "window step": lambda: step(1),
+        "window step, two views": lambda: step(2),
+        "window step, all logits": all_logits,
+    }
+
+
+def training_window(args: argparse.Namespace, *, checkpointing: bool = False) -> tuple[Any, Any, list[int]]:
+    """A student on the model, a labelled window of 20 documents in two orders, and the grades' token ids."""
+    from pd_rerank import Candidate, GradePrompt, Pool
+    from pd_rerank.training.examples import Examples, Recipe
+    from pd_rerank.training.labels import labels_of_qrels
+    from pd_rerank.training.student import Lora, Student, with_lora
+
+    engine = load(args, layers=args.layers)
+    prompt = GradePrompt(engine.tokenizer)
+    texts = documents(engine.tokenizer, count=20, tokens=args.tokens)
+    candidates = tuple(Candidate(doc_id=str(i), text=text) for i, text in enumerate(texts))
+    pool = Pool(query_id="q", query="how often should a bicycle chain be oiled?", candidates=candidates)
+    labels = labels_of_qrels({"q": {str(i): i % 4 for i in range(20)}}, [pool])
+    examples = Examples([pool], labels, prompts=prompt, recipe=Recipe(), max_tokens=engine.max_length)
+    model = with_lora(engine.model, Lora(), seed=0)
+    return Student(model, prompt.grade_ids, checkpointing=checkpointing), examples[0], list(prompt.grade_ids)
+
+
 def bootstrap_cases(args: argparse.Namespace) -> Cases:
     """Both bootstraps against the way one would write them first; each side gives the same interval."""
     import numpy as np
@@ -482,6 +538,49 @@ def scale_rows(probes: Mapping[str, list[dict[str, float]]]) -> list[dict[str, A
     return rows
 
 
+# -- memory of a training step, each in a process of its own ---------------------------------------------------------
+
+_STEPS = ("plain", "checkpointing")
+
+
+def training_probe(args: argparse.Namespace) -> dict[str, float]:
+    """MiB resident after loading, and at most in a training step on one view; the first step makes the gradients."""
+    from pd_rerank.training.losses import supervised, total
+
+    student, example, _ = training_window(args, checkpointing=args.training_probe == "checkpointing")
+    loaded = peak_from_now()
+    total([supervised(student.example(example, views=1), student.batch(example))], 0.0).backward()
+    if loaded is None:
+        return {}
+    peak = _status_mib("VmHWM")
+    return {"loaded_mib": loaded, "peak_mib": peak, "growth_mib": peak - loaded}
+
+
+def training_probes(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """What `training_probe` found with and without checkpointing, in turn."""
+    probes: dict[str, list[dict[str, float]]] = {f"training step, {name}": [] for name in _STEPS}
+    for _ in range(args.rounds):
+        for name, found in zip(_STEPS, probes.values(), strict=True):
+            command = [sys.executable, __file__, "--training-probe", name]
+            for option in ("model", "tokens", "threads", "dtype", *(("layers",) if args.layers else ())):
+                command += [f"--{option}", str(getattr(args, option))]
+            found.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+    return probes
+
+
+def training_rows(probes: Mapping[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    plain, checkpointed = (probes[f"training step, {name}"] for name in _STEPS)
+    rows = []
+    for name, key, limit in (
+        ("memory of a training step beyond the model, with checkpointing / without", "growth_mib", 0.6),
+        ("peak memory of the process in it, with checkpointing / without", "peak_mib", None),
+    ):
+        values = [a[key] / b[key] for a, b in zip(checkpointed, plain, strict=True) if key in a and key in b]
+        if values:
+            rows.append(row(name, values, limit))
+    return rows
+
+
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
@@ -511,7 +610,11 @@ def report(
 ) -> None:
     """Write what has been measured so far."""
     setting = {
-        **{k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "scale_probe"},
+        **{
+            k: str(v) if isinstance(v, Path) else v
+            for k, v in vars(args).items()
+            if k not in ("scale_probe", "training_probe")
+        },
         "processor": _processor(),
         **versions(("torch", "transformers", "rerankers")),
     }
@@ -523,7 +626,8 @@ def report(
     seconds = ", ".join(f"{name} {statistics.median(values):.3f} s" for name, values in times.items())
     text = "\n".join(lines) + f"\n\nMedian CPU seconds: {seconds}.\n"
     for count, found in memory.items():
-        text += f"Memory, {count} documents: {_memory([probe for probe in found if 'peak_mib' in probe])}.\n"
+        what = f"{count} documents" if count.isdigit() else count
+        text += f"Memory, {what}: {_memory([probe for probe in found if 'peak_mib' in probe])}.\n"
     text += f"Setting: {json.dumps(setting)}\n"
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(

@@ -1,0 +1,105 @@
+"""The shipped training configs, and the settings they are written in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pd_rerank.config import RECIPES, TrainSettings, load
+from pd_rerank.errors import BadArgument
+from tests.training.runs import CONFIGS, script
+
+__all__ = ["script"]
+
+FILES = sorted(CONFIGS.glob("*.yaml"))
+
+PLACES = {"pools": "p", "labels": "l", "output": "o"}
+
+
+def settings(**given: Any) -> TrainSettings:
+    return load(TrainSettings, given={**PLACES, **given})
+
+
+def test_there_is_a_config_for_each_task_on_accelerators_and_on_a_cpu() -> None:
+    tasks = {"passages", "qa", "responses"}
+    assert {path.stem for path in FILES} == tasks | {f"cpu-small-{task}" for task in tasks}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_config_loads(path: Path) -> None:
+    found = load(TrainSettings, file=path)
+    assert found.recipe == "oc_sft"
+    assert found.cpu == path.stem.startswith("cpu-small")
+
+
+@pytest.mark.parametrize(
+    ("task", "strength", "width", "chars", "queries", "windows", "steps"),
+    [
+        ("passages", 5.0, 20, 1200, 29_500, 5, 2305),
+        ("qa", 3.0, 10, 1600, 30_000, 1, 469),
+        ("responses", 1.0, 4, 2000, 30_000, 1, 469),
+    ],
+)
+def test_the_papers_tasks_have_the_papers_numbers_on_one_gpu_and_on_eight(
+    task: str, strength: float, width: int, chars: int, queries: int, windows: int, steps: int, script: ModuleType
+) -> None:
+    found = load(TrainSettings, file=CONFIGS / f"{task}.yaml")
+    assert (found.consistency, found.window_size, found.max_doc_chars) == (strength, width, chars)
+    assert (found.lora_rank, found.lora_alpha, found.lora_dropout) == (16, 32.0, 0.05)
+    assert (found.beta1, found.beta2, found.weight_decay, found.warmup, found.max_grad_norm) == (
+        0.9,
+        0.95,
+        0.01,
+        0.1,
+        1,
+    )
+    assert -(-queries * windows // found.windows_per_step) == steps
+    for ranks, accumulation in ((1, 64), (8, 8)):
+        taken = [
+            [place for places in script.share(64, found.batch_size, ranks=ranks, rank=rank) for place in places]
+            for rank in range(ranks)
+        ]
+        assert {len(places) for places in taken} == {accumulation}
+        assert sorted(place for places in taken for place in places) == list(range(64))
+
+
+def test_run_seeds_give_the_papers_view_seeds() -> None:
+    assert [settings(seed=seed).view_seeds for seed in (42, 43, 44)] == [(0, 1), (2, 3), (4, 5)]
+    assert settings(recipe="permutation_augmentation", seed=44).view_seeds == (0, 1)
+    assert len(settings(views_per_window=4).view_seeds) == 4
+    assert settings(recipe="single_order").view_seeds == (0,)
+
+
+def test_a_recipe_sets_what_is_not_given() -> None:
+    assert settings(recipe="mean_teacher").consistency == 0.5
+    assert settings(recipe="mean_teacher", consistency=1.0).consistency == 1.0
+    assert settings(recipe="order_averaged").targets == "averaged"
+    assert settings(recipe="oc_sft", targets="averaged").targets == "averaged"
+    assert settings(recipe="lora_dropout").lora_dropout == 0.2
+    names = TrainSettings.model_fields
+    assert all(key in names for recipe in RECIPES.values() for key in recipe)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"pools": None}, "--pools is missing"),
+        ({"recipe": "oc_sfft"}, "--recipe: input should be 'single_order'"),
+        ({"heldout_pools": "h"}, "go together"),
+        ({"recipe": "debias_first"}, "--debias needs --qrels"),
+        ({"views": "none"}, "--loss order_consistency compares views of a window; --views none gives one"),
+        ({"views_per_window": 1}, "compares views of a window"),
+        ({"loss": "supervised"}, "reads one view of a window; --views within_window makes several"),
+        ({"recipe": "mean_teacher", "views_per_window": 3}, "between two views"),
+        ({"views": "dropout", "lora_dropout": 0.0}, "differ by --lora-dropout"),
+        ({"squared": 0.0}, "nothing is fitted"),
+        ({"windows_per_step": 6, "batch_size": 4}, "no multiple of --batch-size"),
+        ({"select": "equal_stability"}, "needs --max-psi"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_sentence(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadArgument, match=says):
+        settings(**given)
