@@ -47,10 +47,10 @@ def main() -> None:
     directions = [] if args.pairs is None else lay_out(args.pairs, settings)
     if args.respace is not None:
         respace(args.respace, settings)
-    pools, health = build(settings, clock, overwrite=args.overwrite)
+    pools, health = build(settings, args, clock)
     fusions = {method: fused_by(method, settings) for method in args.compare}
     if args.dev is not None:
-        fusions |= fitted(load(PoolSettings, file=args.dev), settings, pools, args, clock=Clock())
+        fusions |= fitted(load(PoolSettings, file=args.dev), settings, pools, args)
     metrics = ("nDCG@10", f"R(rel={args.relevant})@100" if args.relevant > 1 else "R@100")
     report = {
         "health": health,
@@ -70,6 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=Path, help="labelled pairs (JSONL) to make corpus, topics and qrels of")
     parser.add_argument("--respace", type=Path, help="corpus (JSONL) to put spaces back between the sentences of")
     parser.add_argument("--output", type=Path, help="pool folder, in place of the config's")
+    parser.add_argument("--dtype", default="fp32", help="numbers documents are encoded in: fp32, bf16 (%(default)s)")
     parser.add_argument(
         "--compare", nargs="*", default=[], metavar="METHOD", help="other fusions to evaluate: rrf, mnz, …"
     )
@@ -125,12 +126,12 @@ def respace(glued: Path, settings: PoolSettings) -> None:
     write_jsonl(settings.corpus, texts)
 
 
-def build(settings: PoolSettings, clock: Clock, *, overwrite: bool) -> tuple[list[Pool], dict[str, Any]]:
+def build(settings: PoolSettings, args: argparse.Namespace, clock: Clock) -> tuple[list[Pool], dict[str, Any]]:
     """Index what is not indexed and make the pools; they and their health."""
     for name, route in settings.routes.items():
-        index_if_absent(route, settings)
+        index_if_absent(route, settings, dtype=args.dtype)
         clock.note(f"index {name}")
-    job = open_job(settings, overwrite=overwrite)
+    job = open_job(settings, overwrite=args.overwrite)
     clock.note("read topics and runs")
     if not job.finished:
         job.search(on_queries=lambda route, n: clock.note(f"search {route}"))
@@ -154,10 +155,10 @@ def fused_by(method: str, settings: PoolSettings) -> Fusion:
 
 
 def fitted(
-    dev: PoolSettings, settings: PoolSettings, pools: Sequence[Pool], args: argparse.Namespace, *, clock: Clock
+    dev: PoolSettings, settings: PoolSettings, pools: Sequence[Pool], args: argparse.Namespace
 ) -> dict[str, Fusion]:
     """Fusions fitted on the pools of dev queries: the best weights, and the ranx methods asked for."""
-    dev_pools, _ = build(dev, clock, overwrite=args.overwrite)
+    dev_pools, _ = build(dev, args, Clock())
     runs, qrels = runs_of(dev_pools), qrels_of(dev)
     if qrels is None:
         raise SystemExit(f"{args.dev} names no qrels to fit on")
@@ -171,7 +172,7 @@ def fitted(
     return fusions
 
 
-def index_if_absent(route: RouteSettings, settings: PoolSettings) -> None:
+def index_if_absent(route: RouteSettings, settings: PoolSettings, *, dtype: str) -> None:
     """Make a route's index from the corpus, with the route's encoder, where there is none."""
     if route.index is None or Path(route.index).exists() or settings.corpus is None:
         return
@@ -180,6 +181,7 @@ def index_if_absent(route: RouteSettings, settings: PoolSettings) -> None:
         return
     names = ("query_prefix", "pooling", "l2_norm", "max_length", "batch_size")
     options = {name: getattr(route, name) for name in names if getattr(route, name) is not None}
+    options["dtype"] = dtype
     if route.encoder is None:
         raise SystemExit(f"the index {route.index} is not there, and no encoder is named to make it with")
     if route.type == "dense":
