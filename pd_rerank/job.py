@@ -481,19 +481,26 @@ def count_tokens(
     """What scoring would ask of a model: prompts, tokens and the longest prompt, rendered but not run.
 
     Exact where there are at most `sample` pools with candidates; otherwise as many, evenly spread, are rendered and
-    scaled up by windows.
+    scaled up by windows. A pool that cannot be rendered is warned of and counted like the others.
     """
     full = [pool for pool in pools if len(pool)]
     chosen = full[:: max(1, -(-len(full) // sample))]
     engine = _Counting(tokenizer, max_length)
-    score_pools(chosen, engine=engine, prompt=prompt, scoring=scoring)
-    whole, part = (sum(windows_of(pool, scoring) for pool in some) for some in (full, chosen))
-    scale = whole / part if part else 1.0
+    rendered: list[Pool] = []
+    for pool in chosen:
+        try:
+            score_pools([pool], engine=engine, prompt=prompt, scoring=scoring)
+        except _QUERY_FAULTS as error:
+            logger.warning("query '%s' will fail: %s", pool.query_id, error)
+        else:
+            rendered.append(pool)
+    most, part = (sum(windows_of(pool, scoring) for pool in some) for some in (full, rendered))
+    scale = most / part if part else 1.0
     return {
         "prompts": round(engine.prompts * scale),
         "tokens": round(engine.tokens * scale),
         "longest_prompt": engine.longest,
-        "rendered_queries": len(chosen),
+        "rendered_queries": len(rendered),
     }
 
 

@@ -480,3 +480,13 @@ def test_counted_tokens_are_those_an_engine_is_given() -> None:
     part = count_tokens(POOLS, tokenizer=engine.tokenizer, prompt=prompt, scoring=SCORING, max_length=10**6, sample=3)
     assert part["rendered_queries"] == 3
     assert part["prompts"] == pytest.approx(len(lengths), rel=0.5)
+
+
+def test_a_query_too_long_for_the_model_does_not_stop_the_count(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = FakeEngine().tokenizer
+    pools = [pool("q1"), pool("q2", query="how " * 2000)]
+    how: dict[str, Any] = {"tokenizer": tokenizer, "prompt": GradePrompt(tokenizer), "scoring": SCORING}
+    found = count_tokens(pools, max_length=3000, **how)
+    assert found["rendered_queries"] == 1
+    assert found["tokens"] == 2 * count_tokens(pools[:1], max_length=3000, **how)["tokens"]
+    assert "query 'q2' will fail" in caplog.text
