@@ -258,6 +258,7 @@ def plain(doc_id: str = "d", **fields: Any) -> dict[str, Any]:
         (plain(score_continuous=None), "score_continuous None is not a number"),
         (plain(score_continuous=2.5), "score_continuous is 2.5, the mean of score_raw_vector 2"),
         (plain(score_grade_vector=[0.5, 0.5, 0.5, 0]), "are not 4 shares that add up to 1"),
+        (plain(score_grade_vector=[1.5, -0.5, 0, 0]), "are not 4 shares that add up to 1"),
         (plain(score_grade_vector=[1.0, 0, 0]), "are not 4 shares that add up to 1"),
         (
             plain(teacher_model_id="another"),
