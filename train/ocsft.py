@@ -12,6 +12,7 @@ makes them 1.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import logging
 import math
 import signal
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +57,30 @@ from pd_rerank.windows import view_seed
 
 logger = logging.getLogger("pd_rerank")
 
-Heldout = tuple[list[Pool], dict[str, dict[str, int]]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What is trained on, and what is held out to measure by."""
+
+    pools: list[Pool]
+    labels: Labels
+    heldout: tuple[list[Pool], dict[str, dict[str, int]]] | None
+
+    def check(self) -> None:
+        """Refuse queries that are in both."""
+        held = {pool.query_id for pool in self.heldout[0]} if self.heldout else set()
+        if both := held & {pool.query_id for pool in self.pools}:
+            raise InvalidData(
+                f"{len(both)} queries are trained on and held out, first '{min(both)}'; hold out queries of their own"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        content = hashlib.sha256()
+        for query_id, doc_ids, scores in self.labels.arrays():
+            content.update("\0".join((query_id, *doc_ids, "")).encode("utf-8", "surrogatepass") + scores.tobytes())
+        teacher = {name: self.labels.manifest.get(name) for name in ("teacher_model_id", "teacher_protocol")}
+        return {"pools_sha256": pools_sha256(self.pools), "labels": teacher | {"sha256": content.hexdigest()}}
 
 
 class Collapsed(PdRerankError):
@@ -81,7 +106,7 @@ def ocsft(
     settings = load(TrainSettings, file=config, given=given)
     torch = need("torch", extra="train", purpose="training runs on torch")
     accelerator = accelerator_of(settings)
-    ranks, rank, main = accelerator.num_processes, accelerator.process_index, accelerator.is_main_process
+    ranks = accelerator.num_processes
     if settings.windows_per_step % (ranks * settings.batch_size):
         raise BadArgument(
             f"windows-per-step {settings.windows_per_step} cannot be shared by {ranks} processes with batch-size "
@@ -89,16 +114,29 @@ def ocsft(
         )
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    main = accelerator.is_main_process
     if not main:
         logger.setLevel(logging.ERROR)
 
     # Data
-    pools = read_pools(settings.pools)[: settings.max_queries]
-    labels = read_labels(settings.labels)
-    heldout = read_heldout(settings, pools)
-    folder = None
-    if main and not dry_run:
-        folder = RunFolder(settings.output, run=record_of(settings, pools, labels), overwrite=overwrite)
+    data = Data(
+        pools=read_pools(settings.pools)[: settings.max_queries],
+        labels=read_labels(settings.labels),
+        heldout=read_heldout(settings),
+    )
+    data.check()
+    mine = main and not dry_run  # one process alone writes
+    with RunFolder(settings.output, run=record_of(settings, data), overwrite=overwrite) if mine else nullcontext() as f:
+        train(settings, accelerator, data, f, stop_after=0 if dry_run else stop_after)
+
+
+def train(
+    settings: TrainSettings, accelerator: Any, data: Data, folder: RunFolder | None, *, stop_after: int | None
+) -> None:
+    """Model, loop, end; `folder` is None in processes that write nothing."""
+    import torch
+
+    ranks, rank = accelerator.num_processes, accelerator.process_index
 
     # Model
     lora = Lora(
@@ -111,7 +149,7 @@ def ocsft(
     model, tokenizer = load_student(settings.model, lora=lora, seed=settings.seed, device=accelerator.device, **how)
     engine = HFEngine(model, tokenizer=tokenizer, max_length=settings.max_length)
     prompts = prompts_of(settings, tokenizer)
-    examples = examples_of(settings, pools, labels, prompts, max_tokens=engine.max_length)
+    examples = examples_of(settings, data, prompts, max_tokens=engine.max_length)
     student = Student(model, prompts[0].grade_ids, checkpointing=settings.gradient_checkpointing)
     adamw = torch.optim.AdamW(
         student.weights.values(),
@@ -121,20 +159,20 @@ def ocsft(
         weight_decay=settings.weight_decay,
     )
     average = Average(student.weights, decay=settings.ema_decay) if settings.loss == "mean_teacher" else None
+    running = {} if average is None else average.means
 
     per_epoch = -(-len(examples) // settings.windows_per_step)
     steps = settings.max_steps or settings.epochs * per_epoch
+    last = steps if stop_after is None else min(steps, stop_after)
     logger.info("%s; %d steps of %d windows", examples.plan, steps, settings.windows_per_step)
-    if dry_run:
-        return
 
     # Where it goes on
     done = max(folder.steps(), default=0) if folder else 0
-    done = int(accelerator.reduce(torch.tensor(done, device=accelerator.device)))  # the other processes have 0
+    done = int(accelerator.reduce(torch.tensor(done, device=accelerator.device), "sum"))  # the other processes have 0
     lines = folder.rewind(done) if folder else []
     evaluations = read_evaluations(folder.evaluations) if folder and folder.evaluations.is_file() else []
     if done:
-        restore(read_state(settings.output, done), student.weights, adamw, average and average.means, step=done)
+        restore(read_state(settings.output, done), student.weights, adamw, running, step=done)
         logger.info("going on after step %d of %d", done, steps)
     wrapped, optimizer = accelerator.prepare(model, adamw)
 
@@ -146,7 +184,6 @@ def ocsft(
     low = trailing(lines, lambda line: flat(settings, line))
     pace: deque[float] = deque(maxlen=50)
     signalled = signals()
-    last = min(steps, stop_after or steps)
     for step in range(done, last):
         began = time.monotonic()
         rate = learning_rate(step, steps=steps, warmup=warmup, peak=settings.learning_rate)
@@ -172,7 +209,7 @@ def ocsft(
                 accelerator.backward(loss / len(passes))
             sums += summed(torch, loss, terms, tokens)
         sums[-1] += len(signalled)
-        line = line_of(accelerator.reduce(sums).tolist(), step=step + 1, passes=len(passes) * ranks)
+        line = line_of(accelerator.reduce(sums, "sum").tolist(), step=step + 1, passes=len(passes) * ranks)
         norm = float(accelerator.clip_grad_norm_(student.weights.values(), settings.max_grad_norm))
         if not (math.isfinite(line["loss"]) and math.isfinite(norm)):
             raise EngineFailure(not_finite(step + 1, line["loss"], norm, [examples.query_of(int(i)) for i in order]))
@@ -190,16 +227,16 @@ def ocsft(
         if folder:
             print(step_line(line, steps=steps, pace=pace), flush=True)
             folder.add_step(line)
-            evaluated = heldout is not None and not stopped and due(step + 1, evaluation_every(settings), steps)
+            evaluated = data.heldout is not None and not stopped and due(step + 1, evaluation_every(settings), steps)
             if evaluated:
-                evaluations.append(evaluate(settings, engine, prompts[0], heldout, step=step + 1))
+                evaluations.append(evaluate(settings, engine, prompts[0], data, step=step + 1))
                 write_evaluations(folder.evaluations, evaluations)
                 logger.info("%s", evaluation_line(evaluations[-1]))
                 draw(folder, evaluations)
             if evaluated or stopped or collapsed or due(step + 1, settings.save_every, last):
                 mine = evaluations[-1] if evaluated else None
-                card = card_of(settings, engine, labels, examples, step=step + 1, evaluation=mine)
-                state = state_of(student.weights, adamw, average and average.means)
+                card = card_of(settings, engine, data, examples, step=step + 1, evaluation=mine)
+                state = state_of(student.weights, adamw, running)
                 folder.save(step + 1, state, adapter_saver(model, tokenizer, prompts[0], card))
         accelerator.wait_for_everyone()
         if collapsed:
@@ -217,17 +254,13 @@ def ocsft(
         step, choice = chosen(settings, evaluations, steps)
         load_adapter(model, folder.checkpoint(step) / "adapter")
         mine = next((e for e in evaluations if e.step == step), None)
-        card = card_of(
-            settings, engine, labels, examples, step=step, evaluation=mine, beside=evaluations, choice=choice
-        )
+        card = card_of(settings, engine, data, examples, step=step, evaluation=mine, beside=evaluations, choice=choice)
         dtype = getattr(torch, settings.adapter_dtype)
         save_adapter(folder.adapter, model, tokenizer, prompts[0], card, dtype=dtype)
         if evaluations:
             logger.info("%s", table_text(evaluation_table(evaluations)))
         logger.info("the adapter of step %d is kept: %s", step, folder.adapter)
     accelerator.end_training()
-    if folder:
-        folder.close()
 
 
 # -- configuration ------------------------------------------------------------------------------------------------
@@ -258,10 +291,8 @@ def comparable(settings: TrainSettings) -> dict[str, Any]:
     return {name: value for name, value in settings.model_dump(mode="json").items() if name not in free}
 
 
-def record_of(settings: TrainSettings, pools: Sequence[Pool], labels: Labels) -> dict[str, Any]:
-    """What must be the same for a run to go on in its folder."""
-    made = {name: labels.manifest.get(name) for name in ("teacher_model_id", "teacher_protocol", "sha256")}
-    return {"settings": comparable(settings), "pools_sha256": pools_sha256(pools), "labels": made}
+def record_of(settings: TrainSettings, data: Data) -> dict[str, Any]:
+    return {"settings": comparable(settings), **data.describe()}
 
 
 def evaluation_every(settings: TrainSettings) -> int:
@@ -275,15 +306,10 @@ def due(step: int, every: int, last: int) -> bool:
 # -- data ---------------------------------------------------------------------------------------------------------
 
 
-def read_heldout(settings: TrainSettings, pools: Sequence[Pool]) -> Heldout | None:
+def read_heldout(settings: TrainSettings) -> tuple[list[Pool], dict[str, dict[str, int]]] | None:
     if settings.heldout_pools is None or settings.heldout_qrels is None:
         return None
-    held = read_pools(settings.heldout_pools)[: settings.heldout_queries]
-    if both := {pool.query_id for pool in pools} & {pool.query_id for pool in held}:
-        raise InvalidData(
-            f"{len(both)} queries are trained on and held out, first '{min(both)}'; hold out queries of their own"
-        )
-    return held, read_qrels(settings.heldout_qrels)
+    return read_pools(settings.heldout_pools)[: settings.heldout_queries], read_qrels(settings.heldout_qrels)
 
 
 def prompts_of(settings: TrainSettings, tokenizer: Any) -> list[GradePrompt]:
@@ -305,12 +331,10 @@ def prompts_of(settings: TrainSettings, tokenizer: Any) -> list[GradePrompt]:
     ]
 
 
-def examples_of(
-    settings: TrainSettings, pools: Sequence[Pool], labels: Labels, prompts: list[GradePrompt], *, max_tokens: int
-) -> Examples:
+def examples_of(settings: TrainSettings, data: Data, prompts: list[GradePrompt], *, max_tokens: int) -> Examples:
     weights = None
     if settings.debias and settings.qrels is not None:
-        counts = relevant_by_slot(pools, read_qrels(settings.qrels), width=settings.window_size)
+        counts = relevant_by_slot(data.pools, read_qrels(settings.qrels), width=settings.window_size)
         weights = inverse_propensity(counts, clip=settings.debias_clip)
     recipe = Recipe(
         width=settings.window_size,
@@ -322,8 +346,8 @@ def examples_of(
         replaced=settings.replaced,
     )
     return Examples(
-        pools,
-        labels,
+        data.pools,
+        data.labels,
         prompts=prompts,
         recipe=recipe,
         max_tokens=max_tokens,
@@ -431,10 +455,9 @@ def signals() -> list[int]:
 # -- evaluation and adapters --------------------------------------------------------------------------------------
 
 
-def evaluate(
-    settings: TrainSettings, engine: HFEngine, prompt: GradePrompt, heldout: Heldout, *, step: int
-) -> Evaluation:
-    pools, qrels = heldout
+def evaluate(settings: TrainSettings, engine: HFEngine, prompt: GradePrompt, data: Data, *, step: int) -> Evaluation:
+    assert data.heldout is not None
+    pools, qrels = data.heldout
     scoring = Scoring(
         window=settings.window_size,
         partition=settings.partition,
@@ -481,7 +504,7 @@ def chosen(settings: TrainSettings, evaluations: Sequence[Evaluation], steps: in
 def card_of(
     settings: TrainSettings,
     engine: HFEngine,
-    labels: Labels,
+    data: Data,
     examples: Examples,
     *,
     step: int,
@@ -489,7 +512,6 @@ def card_of(
     beside: Sequence[Evaluation] = (),
     choice: Choice | None = None,
 ) -> AdapterCard:
-    teacher = {name: labels.manifest.get(name) for name in ("teacher_model_id", "teacher_protocol", "k_perms")}
     return AdapterCard(
         base=settings.model,
         base_revision=settings.revision or engine.describe()["commit"],
@@ -500,7 +522,7 @@ def card_of(
         weight=lambda_of(settings),
         step=step,
         settings=comparable(settings),
-        data={"labels": teacher, **examples.plan.describe()},
+        data={**data.describe(), **examples.plan.describe()},
         heldout=evaluation,
         beside=beside,
         choice=choice,

@@ -80,6 +80,12 @@ class RunFolder:
             return None
         return lock
 
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Let another process have the folder."""
         if self._lock is not None:

@@ -285,7 +285,7 @@ def test_killed_in_the_middle_of_a_save_nothing_is_lost(bench: Bench, name: str)
     whole, weights = bench.lines(), adapter_weights(bench.place / "run" / "adapter")
     bench.settings["output"] = str(bench.place / "again")
     assert bench("--stop-after", "3") == 0
-    code = KILLED.format(name=f"run/{name}" if False else name, script=str(SCRIPT), config=str(bench.config()))
+    code = KILLED.format(name=name, script=str(SCRIPT), config=str(bench.config()))
     assert subprocess.run([sys.executable, "-c", code], env=RACK, capture_output=True).returncode == 9
     places = bench.place / "again"
     assert (places / "checkpoints" / "step-000003" / "state.safetensors").is_file()
