@@ -121,6 +121,10 @@ def test_a_document_without_all_its_grades_is_left_out_and_named() -> None:
         labels.targets(POOLS[0])
     with pytest.raises(InvalidData, match=r"2 of 3 pools: query 'q1': 1 of 5 .* 'q2': 1 of 7 documents have no label"):
         check_labels(labels, POOLS)
+    once = table([[0.5, 0.5], [float("nan"), 0.5]], query_id="q")
+    two = replace(POOLS[0], query_id="q", candidates=tuple(Candidate(doc_id=d, text=d) for d in "AB"))
+    labels = labels_of_tables([once], [two], run={"pools_sha256": pools_sha256([two])})
+    assert (list(labels["q"]), labels.manifest["without_label"]) == (["B"], {"q": ["A"]})
     blind = graded(POOLS, FakeEngine(missing=lambda text: True))
     with pytest.raises(InvalidData, match="in none of 2 queries has a document all 4 grades"):
         labels_of_tables(blind[0], POOLS, run=blind[1])
