@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -60,6 +60,8 @@ def read(model: type[Settings], path: Path) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in model.model_fields:
             raise BadArgument(f"{path}: unknown key '{key}'; {near_names(name, model.model_fields)}")
+        if isinstance(value, bool) and bool not in (kind := model.model_fields[name].annotation, *get_args(kind)):
+            raise BadArgument(f"{path}: '{key}' is {str(value).lower()}, which means yes or no; give its value")
         values[name] = value
     return values
 
@@ -156,7 +158,7 @@ class ModelSettings(Settings):
     )
     instruction: str | None = _option(None, "Replaces the rubric's instruction.", _PROMPT)
     markers: str = _option("numeric", "How documents are marked: numeric, alpha, doc_n, roman, rand3.", _PROMPT)
-    placeholder: str = _option("0", "What stands where a grade would.", _PROMPT)
+    placeholder: Annotated[str, BeforeValidator(_as_typed)] = _option("0", "What stands where a grade would.", _PROMPT)
     chat: bool | None = _option(None, "Chat template, or a plain prompt; left out: where there is one.", _PROMPT)
     max_doc_chars: int | None = _option(
         None, "Characters kept per document; 0: all; left out: the rubric's.", _PROMPT, ge=0

@@ -25,22 +25,23 @@ GRID = 41
 """Points of the threshold grid (method, section 5.3)."""
 
 
-SCORED_BY = ("model", "adapter", "adapter_sha256", "template_hash")
+SCORED_BY = ("model", "adapter", "template_hash", "window", "calibration")
 """What scores must share for one threshold to mean the same on them."""
 
 
-def scored_by(engine: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Model, adapter and prompt template, from what an engine and a prompt `describe`: a threshold's `context`."""
+def scored_by(
+    engine: Mapping[str, Any], prompt: Mapping[str, Any], scoring: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `SCORED_BY` names, from what engine, prompt and scoring `describe`: a threshold's `context`.
+
+    An adapter is known by the SHA-256 of its weights where that is recorded: trained again in its folder it keeps its
+    name only, and moved it keeps its weights.
+    """
     adapter = engine.get("adapter")
-    source, weights = adapter, None
-    if isinstance(adapter, Mapping):  # trained again in its folder it keeps its name, but not its weights
-        source, weights = adapter.get("source"), adapter.get("sha256")
-    return {
-        "model": engine.get("model"),
-        "adapter": source,
-        **({"adapter_sha256": weights} if weights else {}),
-        "template_hash": prompt.get("template_hash"),
-    }
+    if isinstance(adapter, Mapping):
+        adapter = adapter.get("sha256") or adapter.get("source")
+    read = {name: scoring.get(name) for name in ("window", "calibration")} if scoring else {}
+    return {"model": engine.get("model"), "adapter": adapter, "template_hash": prompt.get("template_hash"), **read}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class Threshold:
     """A score from which a candidate is kept (score >= value), fitted once and frozen.
 
     `objective` is "f1", "retention" or "given"; `reached` is what the objective came to on the `n_queries`
-    it was fitted on; `readout` says which score it applies to; `context` records model, adapter and template
-    (`scored_by`), which `check` compares.
+    it was fitted on; `readout` says which score it applies to; `context` records model, adapter, template, window
+    and calibration (`scored_by`), which `check` compares.
     """
 
     value: float
@@ -78,13 +79,13 @@ class Threshold:
         object.__setattr__(self, "n_queries", int(self.n_queries))
 
     def check(self, context: Mapping[str, Any]) -> None:
-        """Refuse scores of another model, adapter or prompt template than this was fitted on, where it records them."""
+        """Refuse scores of another model, adapter, prompt template, window or calibration, where it records them."""
         other = [name for name in SCORED_BY if name in self.context and self.context[name] != context.get(name)]
         if other:
             told = "; ".join(f"{name} {self.context[name]} there, {context.get(name)} here" for name in other)
             raise ModelMismatch(
                 f"the threshold {self.value:.4g} was fitted on other scores ({told}); fit it again on a dev split of "
-                "these, or pass check_template=False to override"
+                "these, or override with check_template=False (--no-check-template)"
             )
 
     def retain(self, scores: Scores) -> Mask:

@@ -112,16 +112,17 @@ class RerankJob:
         self._kept = False
         self._overwrite = overwrite
         self._lock: int | None = None
-        self._writable()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise BadArgument(f"{self.folder} is a file; name a folder for the results")
         if overwrite:
             self._clearable()
         self.finished = False if overwrite else self._look()
+        if not self.finished:
+            self._writable()
 
     # -- what is there already --------------------------------------------------------------------------------
 
     def _writable(self) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise BadArgument(f"{self.folder} is a file; name a folder for the results")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
@@ -168,13 +169,20 @@ class RerankJob:
             if mine:
                 raise BadArgument(f"{self.folder} holds a {mine[0]} of something else; name another folder")
             return False
-        else:
-            self._same(_record(self.folder / _SHARDS / "settings.json").get("settings"), self.settings)
-        if (begun := self.folder / _SHARDS / "settings.json").exists():
-            self._loaded = _record(begun).get("loaded")
         for shard in self._shards():
             self._take_over(shard)
+        if not self._graded():  # a first try of which every query failed holds nothing to go on with
+            self._tables.clear()
+            self.failed.clear()
+        elif (begun := self.folder / _SHARDS / "settings.json").exists():
+            found = _record(begun)
+            self._same(found.get("settings"), self.settings)
+            self._loaded = found.get("loaded")
         return False
+
+    def _graded(self) -> bool:
+        """Whether any document of any query has been graded."""
+        return any(table.doc_ids for table in self._tables.values())
 
     def _shards(self) -> list[Path]:
         folder = self.folder / _SHARDS
@@ -268,6 +276,8 @@ class RerankJob:
         for half in (*killed, *(self.folder / _SHARDS).glob(".*")):
             shutil.rmtree(half) if half.is_dir() else half.unlink()
         self.finished = self._look()
+        if not self.finished and not self._graded():
+            shutil.rmtree(self.folder / _SHARDS, ignore_errors=True)
         return self.finished
 
     # -- scoring ----------------------------------------------------------------------------------------------

@@ -215,11 +215,11 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
             self.threshold.check(self.context())
 
     def context(self) -> dict[str, Any]:
-        """What a threshold fitted on this reranker's scores holds for: model, adapter and prompt template.
+        """What a threshold fitted on this reranker's scores holds for: model, adapter, template, window, calibration.
 
         Pass it to `Threshold.fit_f1(…, context=ranker.context())`: the threshold is then refused elsewhere.
         """
-        return scored_by(self.engine.describe(), self.prompt.describe())
+        return scored_by(self.engine.describe(), self.prompt.describe(), self.scoring.describe())
 
     # -- rerankers' interface -----------------------------------------------------------------------------
 

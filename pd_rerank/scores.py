@@ -307,8 +307,8 @@ def join_scores(
 ) -> list[tuple[Pool, ScoreTable]]:
     """Pair every pool with its score table, in the order of `pools`; scores of other pools are `InvalidData`.
 
-    A query that `run` records as failed has no pair. Ids must be the same in the same order, query by query, and the pools' content must hash to the
-    `pools_sha256` that `run` (run.json) records; the message names the query that differs.
+    A query that `run` (run.json) records as failed has no pair. Ids must be the same in the same order, query by query,
+    and the pools' content must hash to the `pools_sha256` that `run` records; the message names the query that differs.
     """
     by_query = {table.query_id: table for table in tables}
     failed = run.get("failed") or {}

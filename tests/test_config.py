@@ -74,3 +74,10 @@ def test_every_setting_has_a_help_text() -> None:
     for name, field in RerankSettings.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
+
+
+def test_a_yes_is_no_number(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match=r"'presentations' is true, which means yes or no"):
+        load(RerankSettings, file=config(tmp_path, "pools: p\npresentations: yes\n"))
+    given = load(RerankSettings, file=config(tmp_path, "pools: p\nplaceholder: 0\nmerge-adapter: yes\n"))
+    assert (given.placeholder, given.merge_adapter) == ("0", True)

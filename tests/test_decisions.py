@@ -113,8 +113,20 @@ def test_an_adapter_trained_again_in_its_folder_is_another() -> None:
 
     threshold = Threshold(value=0.5, context=context("before"))
     threshold.check(context("before"))
-    with pytest.raises(ModelMismatch, match="adapter_sha256 before there, after here"):
+    with pytest.raises(ModelMismatch, match="adapter before there, after here"):
         threshold.check(context("after"))
+
+
+def test_scores_of_another_window_or_calibration_are_other_scores() -> None:
+    def context(**scoring: Any) -> dict[str, Any]:
+        return scored_by({"model": "m"}, {"template_hash": "h"}, {"window": 20, "calibration": "none", **scoring})
+
+    threshold = Threshold(value=0.5, context=context())
+    threshold.check(context(presentations=10))
+    with pytest.raises(ModelMismatch, match="window 20 there, 1 here"):
+        threshold.check(context(window=1))
+    with pytest.raises(ModelMismatch, match="calibration none there, capcal here"):
+        threshold.check(context(calibration="capcal"))
 
 
 def test_agreement_settles_and_disagreement_at_the_threshold_does_not() -> None:

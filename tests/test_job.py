@@ -337,6 +337,27 @@ def test_ids_a_run_cannot_hold_are_refused_before_anything_is_scored(tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
+def test_a_first_try_that_scored_nothing_does_not_pin_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailure, match="all 5 queries"):
+        finish(job(tmp_path / "out", settings={"max_length": 10}), FakeEngine(max_length=10))
+    manifest = finish(job(tmp_path / "out", settings={"max_length": 9000}))
+    assert manifest["failed"] == {}
+
+
+def test_a_finished_job_is_known_in_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(job(tmp_path / "out"))
+
+    def refused(**_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pd_rerank.job.tempfile.TemporaryFile", refused)
+    assert job(tmp_path / "out").finished
+    with pytest.raises(BadArgument, match=r"cannot be written \(Permission denied\)"):
+        job(tmp_path / "out", top_k=2)
+
+
 # -- failures ----------------------------------------------------------------------------------------------
 
 

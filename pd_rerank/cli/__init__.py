@@ -7,6 +7,7 @@ success, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import logging
@@ -138,7 +139,8 @@ def _described(error: Exception, *, debug: bool) -> tuple[int, str]:
         hint = f" (see {ctx.command_path} --help)" if ctx is not None else ""
         return 2, f"{error.format_message()}{hint}"
     if isinstance(error, OSError):
-        return 6, str(error)
+        full = error.errno == errno.ENOSPC
+        return 6, "No space left on device; free some, and run the same command again" if full else str(error)
     return 6, f"unforeseen {type(error).__name__}: {error}{'' if debug else '; --debug shows where'}"
 
 

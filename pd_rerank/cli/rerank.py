@@ -325,7 +325,7 @@ class Work:
         if card and self.settings.check_template:
             prompt.check_card(card, where=f"adapter '{self.settings.adapter}'")
         if self.threshold is not None and self.settings.check_template:
-            self.threshold.check(scored_by(engine.describe(), prompt.describe()))
+            self.threshold.check(scored_by(engine.describe(), prompt.describe(), self.scoring.describe()))
         return engine, prompt
 
 

@@ -146,6 +146,7 @@ class HFEngine:
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self._source = loaded.folder
+        self._base_name = self.name
 
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self._text_config = base.config.get_text_config()
@@ -242,13 +243,13 @@ class HFEngine:
         manifest = Path(source, "source.json") if source else None
         wheel = read_json(manifest) if manifest and manifest.is_file() else None
         commit = getattr(self._config, "_commit_hash", None)
-        if self.name in EMBEDDED:  # where it lies is this machine's own business; what it is, is not
+        if self._base_name in EMBEDDED:  # where it lies is this machine's own business; what it is, is not
             commit = commit or (Path(source).name if source and Path(source).parent.name == "snapshots" else None)
             source = None
         return {
             "engine": "hf",
-            "model": self.name,
-            "path": source if source != self.name else None,
+            "model": self._base_name,
+            "path": source if source != self._base_name else None,
             "class": type(self.model).__name__,
             "commit": commit,
             "wheel": wheel and {name: wheel[name] for name in ("wheel", "version", "sha256")},
@@ -521,6 +522,8 @@ class HFEngine:
                 )
         if merge:
             self.model = fold_adapter(self.model, opened)
+        if opened.source == self.name:  # the adapter brought its base
+            self._base_name = str(self._source)
         self.adapter_card = opened.card
         self._adapter = {**opened.describe(), "merged": merge}
         self.name = f"{self.name}+{opened.source}" if opened.source != self.name else self.name

@@ -86,7 +86,7 @@ class System:
     @property
     def context(self) -> dict[str, Any]:
         """Model, adapter and prompt template of its scores: what a threshold fitted on them records."""
-        return scored_by(self.record.get("engine") or {}, self.record.get("prompt") or {})
+        return scored_by(*(self.record.get(part) or {} for part in ("engine", "prompt", "scoring")))
 
     def check_threshold(self, threshold: Threshold) -> None:
         """Refuse a threshold from a file that was fitted on another readout, model, adapter or template."""

@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from pd_rerank.decisions import scored_by
 from pd_rerank.engines.base import FloatArray
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource, ModelMismatch, whole
 from pd_rerank.files import (
@@ -367,13 +366,14 @@ def labels_of_tables(
     seed = int(scoring.get("seed") or 0)
     shuffled = "k_shot_window" if scoring.get("shuffle") == "window" else "k_shot_bsc"
     engine, prompt = dict(run.get("engine") or {}), dict(run.get("prompt") or {})
-    context = scored_by(engine, prompt)
+    adapter = engine.get("adapter")
+    adapter = adapter.get("source") if isinstance(adapter, Mapping) else adapter
     record = {
         "experiment_id": experiment_id,
-        "teacher_model_id": f"{context['model']}" + (f"+lora:{context['adapter']}" if context["adapter"] else ""),
+        "teacher_model_id": f"{engine.get('model')}" + (f"+lora:{adapter}" if adapter else ""),
         "teacher_revision": engine.get("commit") or engine.get("wheel"),
         "teacher_protocol": shuffled if count > 1 else "single_order",
-        "prompt_template_id": context["template_hash"],
+        "prompt_template_id": prompt.get("template_hash"),
         "grades": grades,
         "seeds": list(range(seed, seed + count)) if count > 1 else [],
         "scoring": scoring,
