@@ -68,3 +68,31 @@ def test_pairs_become_a_collection_and_pools_are_held_against_them(tmp_path: Pat
     assert "recall ceiling: 1.0000" in done.stdout
     assert [len(pool) for pool in read_pools(tmp_path / "pools")] == [2, 2, 2, 2]
     assert build(tmp_path).returncode == 0
+
+
+@pytest.mark.skipif(find_spec("ranx") is None, reason="ranx is not installed (the extra 'eval')")
+def test_sentences_are_put_apart_and_weights_fitted_on_dev_queries_only(tmp_path: Path) -> None:
+    glued = "First, e.g. this.Then 3.5 of that?Yes.(Or no.)"
+    (tmp_path / "glued.jsonl").write_text(json.dumps({"_id": "a", "text": glued}) + '\n{"_id": "b", "text": "x"}\n')
+    for name in ("dev", "test"):
+        (tmp_path / f"{name}.tsv").write_text(f"{name}\tany\n")
+        (tmp_path / f"{name}.txt").write_text(f"{name} 0 b 2\n")
+        write_run(tmp_path / f"{name}-good.trec", [(name, [("b", 2.0), ("a", 1.0)])])
+        write_run(tmp_path / f"{name}-bad.trec", [(name, [("a", 3.0), ("b", 1.0)])])
+        (tmp_path / f"{name}.yaml").write_text(
+            f"topics: {name}.tsv\ncorpus: made.jsonl\nqrels: {name}.txt\noutput: {name}\n"
+            f"routes:\n  bad: {{type: run, path: {name}-bad.trec, weight: 3}}\n"
+            f"  good: {{type: run, path: {name}-good.trec}}\n"
+        )
+    words = ("--config", "test.yaml", "--respace", "glued.jsonl", "--relevant", "2", "--compare", "rrf")
+    command = [sys.executable, str(SCRIPT), *words, "--dev", "dev.yaml", "--fit", "rbc"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    texts = [json.loads(line)["text"] for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert texts == ["First, e.g. this. Then 3.5 of that? Yes.(Or no.)", "x"]
+    quality = json.loads((tmp_path / "test-report.json").read_text())["quality"]
+    assert set(quality) == {"bad", "good", "fusion", "rrf", "fitted weights", "fitted rbc"}
+    assert quality["fusion"]["nDCG@10"] < quality["fitted weights"]["nDCG@10"] == 1.0
+    assert quality["bad"]["R(rel=2)@100"] == 1.0
+    weights = json.loads((tmp_path / "test-weights.json").read_text())
+    assert (weights["dev_queries"], weights["weights"]["good"] > 0.5) == (1, True)
