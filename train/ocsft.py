@@ -229,7 +229,8 @@ def train(
             folder.add_step(line)
             evaluated = data.heldout is not None and not stopped and due(step + 1, evaluation_every(settings), steps)
             if evaluated:
-                evaluations.append(evaluate(settings, engine, prompts[0], data, step=step + 1))
+                with student.as_served():
+                    evaluations.append(evaluate(settings, engine, prompts[0], data, step=step + 1))
                 write_evaluations(folder.evaluations, evaluations)
                 logger.info("%s", evaluation_line(evaluations[-1]))
                 draw(folder, evaluations)

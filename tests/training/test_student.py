@@ -83,6 +83,26 @@ def test_a_bfloat16_base_has_a_float32_adapter_and_float32_logits() -> None:
     assert max(float(weight.grad.abs().max()) for weight in student.weights.values()) > 0
 
 
+def test_half_precision_keeps_activations_in_half_and_lets_others_run_the_model() -> None:
+    model, shown = trained_looking(), prompt(60, 5, seed=3)
+    exact = Student(trained_looking(), GRADES).logits(shown)
+    model.get_base_model().to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.float()
+    engine, student = HFEngine(model, tokenizer=Words()), Student(model, GRADES)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        logits = student.logits(shown)
+    assert torch.allclose(logits, exact, atol=0.3)
+    wide = [t for t in kept if t.dtype == torch.float32 and t.ndim == 3 and t.shape[1] == 60 and t.shape[2] == 64]
+    assert wide == [], "an adapter kept its inputs in float32"
+    with student.as_served():
+        (served,) = engine.grade_logits([shown], GRADES)
+    assert np.allclose(served, logits.detach().numpy(), atol=0.3)
+    assert torch.equal(student.logits(shown), logits)
+
+
 def test_a_head_in_training_is_read_with_its_adapter() -> None:
     model = trained_looking(lora=Lora(rank=2, alpha=8, dropout=0.0, targets="q_proj,lm_head"))
     student = Student(model, GRADES)
