@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines.fake": {"errors", "engines.base"},
     "engines.adapters": LOW,
     "engines.loading": LOW | {"embedded", "engines.adapters"},
+    "engines.http": {"errors", "_extras"},
     "engines.hf": LOW | {"embedded", "engines"},
     "job": CORE,
     "proof": CORE,
@@ -76,12 +77,14 @@ LATE = {
     "langchain",
     "langchain_core",
     "langchain_classic",
+    "httpx",
 }
 """Imported inside functions or for type checkers only, never when a module of ours is imported."""
 
 HOLDERS = {
     "rerankers": {"reranker"},
     "langchain_core": {"langchain"},
+    "httpx": {"engines.http"},
     "typer": {"cli"},
     "rich": {"cli"},
     "fastapi": {"serving"},
