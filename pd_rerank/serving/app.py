@@ -225,10 +225,10 @@ class Service:
         visit.facts |= {"model": name, "presentations": scoring.presentations}
         pool = pool_of(asked.query, asked.texts())
         try:
-            job = self.batcher.submit(ranker, scoring, pool, deadline=deadline)
+            job = self.batcher.submit(ranker, scoring, pool)
         except QueueFull as full:
             raise Refusal(429, "queue_full", str(full), retry_after=full.retry_after) from None
-        scored = await self._scored(job, request)
+        scored = await self._scored(job, request, deadline)
         visit.facts |= {
             "windows": scored.windows,
             "waited_ms": round(1000 * scored.waited, 1),
@@ -297,12 +297,12 @@ class Service:
         wanted = {name: getattr(asked, name) for name in ("presentations", "order", "seed")}
         return replace(ranker.scoring, **{name: value for name, value in wanted.items() if value is not None})
 
-    async def _scored(self, job: Job, request: Request) -> Scored:
+    async def _scored(self, job: Job, request: Request, deadline: float) -> Scored:
         """Wait for a job; it is discarded when its client goes away or its time is up."""
         left = asyncio.create_task(_left(request))
         either: set[asyncio.Future[Any]] = {job.answer, left}
         try:
-            seconds = job.deadline - time.monotonic()
+            seconds = deadline - time.monotonic()
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if job.answer.done() and not job.answer.cancelled():
                 return job.answer.result()

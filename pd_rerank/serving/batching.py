@@ -63,12 +63,11 @@ class Scored:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """One request's pool in the queue; `gone` once nobody waits for it. Times are of `time.monotonic`."""
+    """One request's pool in the queue; `gone` once nobody waits for it. `arrived` is of `time.monotonic`."""
 
     ranker: OCSFTBatchedReranker
     scoring: Scoring
     pool: Pool
-    deadline: float
     answer: asyncio.Future[Scored]
     windows: int
     arrived: float = field(default_factory=time.monotonic)
@@ -83,8 +82,8 @@ class Batcher:
     """A bounded queue of jobs and the thread that scores them, oldest first, with others alike.
 
     The oldest job is always taken; younger ones with the same model and scoring settings join it, up to
-    `limits.batch_windows` windows. Jobs nobody waits for, or past their deadline, are dropped; an engine call all of
-    whose jobs are gone is ended between two windows. Where an engine call fails, its jobs are tried one by one, so
+    `limits.batch_windows` windows. A job nobody waits for leaves the queue; an engine call all of whose jobs are gone
+    is ended between two windows. Where an engine call fails, its jobs are tried one by one, so
     that one request's fault is its own.
     """
 
@@ -123,16 +122,16 @@ class Batcher:
         """Requests that wait or are being scored."""
         return len(self._queue) + len(self._running)
 
-    def submit(self, ranker: OCSFTBatchedReranker, scoring: Scoring, pool: Pool, *, deadline: float) -> Job:
+    def submit(self, ranker: OCSFTBatchedReranker, scoring: Scoring, pool: Pool) -> Job:
         """Queue a pool; `QueueFull` if its windows are too many on top of those that wait."""
         windows = windows_of(pool, scoring)
         if self._queue and self.queued + windows > self._limits.max_queue:
             raise QueueFull(self.retry_after())
-        return self._put(ranker, scoring, pool, deadline=deadline, windows=windows)
+        return self._put(ranker, scoring, pool, windows=windows)
 
-    def _put(self, ranker: OCSFTBatchedReranker, scoring: Scoring, pool: Pool, *, deadline: float, windows: int) -> Job:
+    def _put(self, ranker: OCSFTBatchedReranker, scoring: Scoring, pool: Pool, *, windows: int) -> Job:
         answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
-        job = Job(ranker=ranker, scoring=scoring, pool=pool, deadline=deadline, answer=answer, windows=windows)
+        job = Job(ranker=ranker, scoring=scoring, pool=pool, answer=answer, windows=windows)
         self._queue.append(job)
         self._arrived.set()
         return job
@@ -163,8 +162,7 @@ class Batcher:
     async def _try(self) -> bool:
         assert self._last_failed is not None
         pool = Pool(query_id="probe", query="probe", candidates=(Candidate(doc_id="1", text="probe"),))
-        deadline = time.monotonic() + _PROBE_SECONDS
-        job = self._put(self._last_failed, self._last_failed.scoring, pool, deadline=deadline, windows=1)
+        job = self._put(self._last_failed, self._last_failed.scoring, pool, windows=1)
         try:
             await asyncio.wait_for(asyncio.shield(job.answer), _PROBE_SECONDS)
         except (Exception, asyncio.CancelledError):
@@ -198,8 +196,6 @@ class Batcher:
 
     def _take(self) -> list[Job]:
         """The oldest job and those alike that fit beside it."""
-        now = time.monotonic()
-        self._queue = [job for job in self._queue if not job.gone and job.deadline > now]
         batch: list[Job] = []
         room = self._limits.batch_windows
         for job in self._queue:

@@ -107,8 +107,8 @@ def test_a_threshold_marks_and_counts_and_leaves_out_only_where_asked() -> None:
     marked = ask(BODY | {"threshold": 0.4}).json()
     assert [r["retained"] for r in marked["results"]] == [True, True, False]
     assert marked["decision"] == {"threshold": 0.4, "retained": 2}
-    left = ask(BODY | {"threshold": 0.4, "retained_only": True, "top_n": 1}).json()
-    assert [r["index"] for r in left["results"]] == [1]
+    left = ask(BODY | {"threshold": 0.4, "retained_only": True, "details": True}).json()
+    assert [(r["index"], r["rank"]) for r in left["results"]] == [(1, 1), (2, 2)]
     assert left["decision"]["retained"] == 2
 
 
@@ -132,9 +132,9 @@ def test_several_adapters_are_told_apart_by_adapter_or_model_name() -> None:
 
     async def work(c: Client) -> list[Any]:
         asked = [{}, {"adapter": "two"}, {"model": "two"}, {"model": "else"}, {"adapter": "tow"}]
-        return [await c.post("/v1/rerank", json=BODY | more) for more in asked]
+        return await asyncio.gather(*(c.post("/v1/rerank", json=BODY | more) for more in asked))
 
-    *good, bad = run(work, served)
+    *good, bad = run(work, served, batch_wait=0.1)
     assert [(r.json()["model"], r.json()["results"][0]["index"]) for r in good] == [
         ("one", 1),
         ("two", 2),
