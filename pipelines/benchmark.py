@@ -361,8 +361,9 @@ def training_cases(args: argparse.Namespace) -> Cases:
         student.model.zero_grad()
 
     def all_logits() -> None:
-        shown = example.views[0].prompts[0]
-        logits = student.model(input_ids=torch.from_numpy(shown.token_ids)[None], use_cache=False).logits
+        shown, half = example.views[0].prompts[0], student.model.dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):  # as the student does
+            logits = student.model(input_ids=torch.from_numpy(shown.token_ids)[None], use_cache=False).logits
         read = logits[0, torch.from_numpy(shown.slots)][:, grades].float()
         total([supervised(read[None], student.batch(example))], 0.0).backward()
         student.model.zero_grad()
