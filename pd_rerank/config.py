@@ -154,7 +154,7 @@ class ModelSettings(Settings):
     max_length: int | None = _option(None, "Longest prompt in tokens; left out: the model's.", _MODEL, ge=1)
 
     rubric: str = _option(
-        "passage_relevance", "passage_relevance, answer_support, response_quality, or .yaml.", _PROMPT
+        "passage_relevance", "passage_relevance, answer_support, response_quality, evidence, or .yaml.", _PROMPT
     )
     instruction: str | None = _option(None, "Replaces the rubric's instruction.", _PROMPT)
     markers: str = _option("numeric", "How documents are marked: numeric, alpha, doc_n, roman, rand3.", _PROMPT)
@@ -643,7 +643,7 @@ class TrainSettings(Settings):
     threads: int | None = _option(None, "Threads of the CPU per process; left out: torch's choice.", _MODEL, ge=1)
 
     rubric: str = _option(
-        "passage_relevance", "passage_relevance, answer_support, response_quality, or .yaml.", _PROMPT
+        "passage_relevance", "passage_relevance, answer_support, response_quality, evidence, or .yaml.", _PROMPT
     )
     instruction: str | None = _option(None, "Replaces the rubric's instruction.", _PROMPT)
     markers: str = _option("numeric", "How documents are marked: numeric, alpha, doc_n, roman, rand3.", _PROMPT)

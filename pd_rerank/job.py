@@ -36,7 +36,7 @@ from pd_rerank.files import (
     write_run,
 )
 from pd_rerank.pool import Pool, pool_sha256, pools_sha256
-from pd_rerank.prompt import GradePrompt
+from pd_rerank.prompt import Prompt
 from pd_rerank.scores import Readout, ScoreTable, SlotResidual, read_scores, write_scores
 from pd_rerank.scoring import Scoring, score_pools
 
@@ -282,7 +282,7 @@ class RerankJob:
 
     # -- scoring ----------------------------------------------------------------------------------------------
 
-    def score(self, *, engine: Engine, prompt: GradePrompt, on_windows: OnWindows | None = None) -> None:
+    def score(self, *, engine: Engine, prompt: Prompt, on_windows: OnWindows | None = None) -> None:
         """Score what no shard holds yet, queries that failed before included; each shard is on disk before the next.
 
         A query that cannot be scored is put into `failed` with the reason. Where the engine fails on a whole shard
@@ -296,7 +296,7 @@ class RerankJob:
             self._let_go()
             raise
 
-    def _fill(self, *, engine: Engine, prompt: GradePrompt, on_windows: OnWindows | None) -> None:
+    def _fill(self, *, engine: Engine, prompt: Prompt, on_windows: OnWindows | None) -> None:
         loaded = _plain({"engine": engine.describe(), "prompt": prompt.describe()})
         record = self.folder / _SHARDS / "settings.json"
         if record.exists():
@@ -319,7 +319,7 @@ class RerankJob:
             seen.up_to(sum(windows_of(pool, self.scoring) for pool in pools))
 
     def _score(
-        self, pools: Sequence[Pool], *, engine: Engine, prompt: GradePrompt, seen: _Count
+        self, pools: Sequence[Pool], *, engine: Engine, prompt: Prompt, seen: _Count
     ) -> tuple[list[ScoreTable], dict[str, str]]:
         def ask(some: Sequence[Pool]) -> list[ScoreTable]:
             return score_pools(
@@ -486,7 +486,7 @@ class _Counting:
 
 
 def count_tokens(
-    pools: Sequence[Pool], *, tokenizer: Any, prompt: GradePrompt, scoring: Scoring, max_length: int, sample: int = 50
+    pools: Sequence[Pool], *, tokenizer: Any, prompt: Prompt, scoring: Scoring, max_length: int, sample: int = 50
 ) -> dict[str, Any]:
     """What scoring would ask of a model: prompts, tokens and the longest prompt, rendered but not run.
 

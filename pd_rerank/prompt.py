@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from pd_rerank.engines.base import WindowPrompt
+from pd_rerank.engines.base import ChatWindow, WindowPrompt
 from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch, whole
 from pd_rerank.rubrics import Rubric, load_rubric
 
@@ -125,16 +125,9 @@ class GradePrompt:
         chat: bool | Literal["auto"] = "auto",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        chosen = load_rubric(rubric)
-        if instruction is not None:
-            if not isinstance(instruction, str) or not instruction.strip():
-                raise BadArgument(f"instruction must be a text, got {instruction!r}")
-            chosen = replace(chosen, instruction=normalise(instruction))
+        chosen, max_doc_chars = _wording(rubric, instruction, markers, max_doc_chars)
         if not isinstance(placeholder, str) or not placeholder.strip() or "\n" in placeholder:
             raise BadArgument(f"placeholder {placeholder!r} must be a string, one visible token such as '0' or '?'")
-        marker(markers, 0)
-        if max_doc_chars is not None and (not whole(max_doc_chars) or max_doc_chars < 0):
-            raise BadArgument(f"max_doc_chars must be a whole number, 0 (no cap) or more, got {max_doc_chars!r}")
         if not (isinstance(chat, bool) or chat == "auto"):
             raise BadArgument(f"chat is True, False or 'auto', got {chat!r}")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
@@ -143,7 +136,7 @@ class GradePrompt:
         self.rubric = chosen
         self.markers = markers
         self.placeholder = placeholder
-        self.max_doc_chars = chosen.max_doc_chars if max_doc_chars is None else int(max_doc_chars)
+        self.max_doc_chars = max_doc_chars
         self._template_kwargs = dict(template_kwargs or {})
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat is True and not has_template:
@@ -164,15 +157,12 @@ class GradePrompt:
     # -- text ---------------------------------------------------------------------------------------------
 
     def _user_text(self, query: str, documents: str) -> str:
-        rubric, items = self.rubric, f"{self.rubric.item}s"
-        top = len(rubric.grades) - 1
-        scale = "\n".join(f"{g}: {rubric.grades[g]}" for g in range(top, -1, -1))
-        return (
-            f"{rubric.instruction}\n\nThe grades:\n{scale}\n\n"
+        rubric = self.rubric
+        form = (
             f'Answer with one line for each {rubric.item}, in the order shown: its marker, then "Grade:" and '
-            f"one digit from 0 to {top}.\n\n"
-            f"{rubric.query_label}: {query}\n\n{items.capitalize()}:\n{documents}[end of {items}]"
+            f"one digit from 0 to {len(rubric.grades) - 1}."
         )
+        return _question(rubric, form, query, documents)
 
     def _render_frame(self) -> tuple[str, _Frame]:
         """Render once around stand-ins and split there; then prove on a second text that the split holds."""
@@ -391,16 +381,7 @@ class GradePrompt:
 
     def check_card(self, card: Mapping[str, Any], *, where: str = "the adapter") -> None:
         """Refuse an adapter or score file made with another template, naming what differs."""
-        theirs = card.get("template_hash")
-        if theirs is None or theirs == self.hash:
-            return
-        mine = self.describe()
-        differing = [k for k in ("rubric", "markers", "placeholder", "layout") if k in card and card[k] != mine[k]]
-        raise ModelMismatch(
-            f"{where} was made with prompt template {str(theirs)[:12]}, this prompt is {self.hash[:12]}"
-            + (f" (they differ in {', '.join(differing)})" if differing else "")
-            + "; use the settings it was made with, or pass check_template=False to override"
-        )
+        _check_card(self.describe(), card, where=where)
 
     def _hash(self) -> str:
         frame = asdict(self._frame) | {
@@ -411,6 +392,151 @@ class GradePrompt:
             "grades": len(self.rubric.grades),
         }
         return hashlib.sha256(json.dumps(frame, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+class ChatPrompt:
+    """Renders windows as one message each, for a model that writes its grades as JSON instead of being read at slots.
+
+    `rubric`, `instruction`, `markers` and `max_doc_chars` are those of `GradePrompt`, and so is the order of the text.
+    `reasons` asks for a short reason beside every grade. `grade_ids` are the grades themselves.
+    """
+
+    layout = "chat"
+
+    def __init__(
+        self,
+        *,
+        rubric: str | Path | Rubric = "passage_relevance",
+        instruction: str | None = None,
+        markers: str = "numeric",
+        max_doc_chars: int | None = None,
+        reasons: bool = False,
+    ) -> None:
+        self.rubric, self.max_doc_chars = _wording(rubric, instruction, markers, max_doc_chars)
+        self.markers = markers
+        self.reasons = reasons
+        self.grade_ids = tuple(range(len(self.rubric.grades)))
+        shown = {"text": self._text("query", "documents"), "markers": [marker(markers, i) for i in range(3)]}
+        said = json.dumps(shown | {"version": LAYOUT_VERSION}, sort_keys=True)
+        self.hash = hashlib.sha256(said.encode()).hexdigest()
+
+    def _text(self, query: str, documents: str) -> str:
+        rubric, name = self.rubric, marker(self.markers, 0)[1:-1]
+        reason = '"reason": "at most 25 words on what decides the grade", ' if self.reasons else ""
+        form = (
+            f"Answer with one JSON object alone, with one item for each {rubric.item}:\n"
+            f'{{"items": [{{"id": "{name}", {reason}"grade": 0}}]}}\n'
+            f'"id" is the marker without its brackets, "grade" a whole number from 0 to {len(rubric.grades) - 1}.'
+        )
+        return f"{rubric.system}\n\n{_question(rubric, form, query, documents)}"
+
+    def sheet(self, query: str, texts: Sequence[str], *, width: int, max_tokens: int) -> ChatSheet:
+        """Prepare one query's documents: normalised, cut to `max_doc_chars`; `max_tokens` is the server's to know."""
+        if width < 1:
+            raise BadArgument(f"window width must be at least 1, got {width}")
+        return ChatSheet(self, query, texts, width=width)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a manifest must record of the prompt."""
+        return {
+            "template_hash": self.hash,
+            "rubric": asdict(self.rubric) | {"grades": list(self.rubric.grades)},
+            "markers": self.markers,
+            "max_doc_chars": self.max_doc_chars,
+            "layout": self.layout,
+            "reasons": self.reasons,
+        }
+
+    def check_card(self, card: Mapping[str, Any], *, where: str) -> None:
+        """Refuse a score file made with another template, naming what differs."""
+        _check_card(self.describe(), card, where=where)
+
+
+class ChatSheet:
+    """One query's candidates, ready to be put into messages; `width`, `cut` and `blank` are those of `PromptSheet`."""
+
+    def __init__(self, prompt: ChatPrompt, query: str, texts: Sequence[str], *, width: int) -> None:
+        full = [normalise(text) for text in texts]
+        kept = [text[: prompt.max_doc_chars or None].rstrip() for text in full]
+        self._prompt = prompt
+        self._query = _broken(normalise(query))
+        self._texts = [_broken(text) for text in kept]
+        self.blank: npt.NDArray[np.bool_] = np.array([is_blank(text) for text in full], dtype=bool)
+        self.cut: npt.NDArray[np.int32] = np.array(
+            [len(a) - len(b) for a, b in zip(full, kept, strict=True)], dtype=np.int32
+        )
+        shown = int((~self.blank).sum())
+        self.width = min(width, shown) if shown else width
+
+    def window(self, positions: Sequence[int] | range | npt.NDArray[np.int64]) -> ChatWindow:
+        """Render one window: `positions` (m,) are pool positions in the order shown, none of them blank."""
+        if len(positions) == 0:
+            raise BadArgument("a window holds at least one candidate")
+        marks = [marker(self._prompt.markers, i) for i in range(len(positions))]
+        lines = (f"{mark} {self._texts[p]}\n" for mark, p in zip(marks, positions, strict=True))
+        text = self._prompt._text(self._query, "".join(lines))
+        return ChatWindow(
+            token_ids=np.frombuffer(text.encode("utf-32-le"), dtype="<u4").astype(np.int64),
+            slots=np.arange(len(marks), dtype=np.int64),
+            text=text,
+            ids=tuple(mark[1:-1] for mark in marks),
+            reasons=self._prompt.reasons,
+        )
+
+    def empty(self, n: int) -> ChatWindow:
+        """There is no window of empty documents: written grades have no probabilities to correct."""
+        raise BadArgument("calibration by empty documents needs grade probabilities; written grades have none")
+
+
+Prompt = GradePrompt | ChatPrompt
+"""What renders windows for an engine."""
+
+
+def _wording(
+    rubric: str | Path | Rubric, instruction: str | None, markers: str, max_doc_chars: int | None
+) -> tuple[Rubric, int]:
+    """The rubric in the words asked for, and the cap on a document's text; bad ones are refused."""
+    chosen = load_rubric(rubric)
+    if instruction is not None:
+        if not isinstance(instruction, str) or not instruction.strip():
+            raise BadArgument(f"instruction must be a text, got {instruction!r}")
+        chosen = replace(chosen, instruction=normalise(instruction))
+    marker(markers, 0)
+    if max_doc_chars is not None and (not whole(max_doc_chars) or max_doc_chars < 0):
+        raise BadArgument(f"max_doc_chars must be a whole number, 0 (no cap) or more, got {max_doc_chars!r}")
+    return chosen, chosen.max_doc_chars if max_doc_chars is None else int(max_doc_chars)
+
+
+def _question(rubric: Rubric, form: str, query: str, documents: str) -> str:
+    """What every prompt asks, in this order: instruction, scale, answer form, query, documents."""
+    items, top = f"{rubric.item}s", len(rubric.grades) - 1
+    scale = "\n".join(f"{g}: {rubric.grades[g]}" for g in range(top, -1, -1))
+    return (
+        f"{rubric.instruction}\n\nThe grades:\n{scale}\n\n{form}\n\n"
+        f"{rubric.query_label}: {query}\n\n{items.capitalize()}:\n{documents}[end of {items}]"
+    )
+
+
+def _check_card(mine: Mapping[str, Any], card: Mapping[str, Any], *, where: str) -> None:
+    theirs, ours = card.get("template_hash"), mine["template_hash"]
+    if theirs is None or theirs == ours:
+        return
+    named = ("rubric", "markers", "placeholder", "layout", "reasons")
+    differing = [k for k in named if k in card and card[k] != mine.get(k)]
+    raise ModelMismatch(
+        f"{where} was made with prompt template {str(theirs)[:12]}, this prompt is {ours[:12]}"
+        + (f" (they differ in {', '.join(differing)})" if differing else "")
+        + "; use the settings it was made with, or pass check_template=False to override"
+    )
+
+
+_CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:think|s|bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]")
+"""Control tokens of the usual chat models, for servers whose tokenizer is not known."""
+
+
+def _broken(text: str) -> str:
+    """Break up control tokens inside a text, so that no text can end a turn or open one."""
+    return _CONTROL.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
 
 
 class PromptSheet:

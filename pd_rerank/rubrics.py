@@ -13,7 +13,7 @@ from pd_rerank.errors import BadArgument, InvalidData, MissingResource
 class Rubric:
     """What is graded and what each grade means.
 
-    `grades[g]` describes grade g, lowest first; there are four of them in every shipped rubric.
+    `grades[g]` describes grade g, lowest first; shipped rubrics have four of them, `evidence` five.
     `item` is the singular word for a candidate; `max_doc_chars` is the default cap on its text.
     """
 
@@ -86,6 +86,25 @@ RUBRICS: Mapping[str, Rubric] = {
             query_label="Prompt",
             item="response",
             max_doc_chars=2000,
+        ),
+        Rubric(
+            name="evidence",
+            system=(
+                "You are a strict checker of evidence. For each numbered passage, decide whether what it says, and "
+                "nothing you know besides, meets all conditions of the query. Look closely at negation and how far "
+                "it reaches, at who or what a statement is about, at the direction of comparisons, and at limits of "
+                "time, place, number or kind. Passages are judged one by one; use no tools."
+            ),
+            instruction="Grade every passage by how fully its own text meets the conditions of the query.",
+            grades=(
+                "about something else",
+                "a condition is contradicted, negated, or said of another thing",
+                "on the subject, but a condition that is needed is not stated",
+                "every condition is met, one detail only by implication",
+                "every condition is met in so many words",
+            ),
+            item="passage",
+            max_doc_chars=8000,
         ),
     )
 }

@@ -15,7 +15,7 @@ from pd_rerank.decisions import Settle
 from pd_rerank.engines.base import Engine, FloatArray, Progress, WindowPrompt
 from pd_rerank.errors import BadArgument, EngineFailure, whole
 from pd_rerank.pool import Pool
-from pd_rerank.prompt import GradePrompt, PromptSheet
+from pd_rerank.prompt import ChatSheet, Prompt, PromptSheet
 from pd_rerank.scores import Readout, Scores, ScoreTable, SlotResidual, grade_probabilities, window_widths
 
 logger = logging.getLogger("pd_rerank")
@@ -68,7 +68,7 @@ def score_pools(
     pools: Sequence[Pool],
     *,
     engine: Engine,
-    prompt: GradePrompt,
+    prompt: Prompt,
     scoring: Scoring,
     settle: Settle | None = None,
     readout: Readout = "expected",
@@ -104,10 +104,12 @@ def score_pools(
 class _Plan:
     """One pool on its way through: its sheet, its presentations, and the grades read so far."""
 
-    def __init__(self, pool: Pool, *, prompt: GradePrompt, scoring: Scoring, max_tokens: int) -> None:
+    def __init__(self, pool: Pool, *, prompt: Prompt, scoring: Scoring, max_tokens: int) -> None:
         self.pool = pool
         self.scoring = scoring
-        self.sheet: PromptSheet = prompt.sheet(pool.query, pool.texts, width=scoring.window, max_tokens=max_tokens)
+        self.sheet: PromptSheet | ChatSheet = prompt.sheet(
+            pool.query, pool.texts, width=scoring.window, max_tokens=max_tokens
+        )
         self.grades: list[FloatArray] = []
         self.window: list[npt.NDArray[np.int32]] = []
         self.slot: list[npt.NDArray[np.int32]] = []
@@ -165,7 +167,7 @@ class _Plan:
         )
 
 
-def _read(plans: Sequence[_Plan], ks: range, engine: Engine, prompt: GradePrompt, progress: Progress | None) -> None:
+def _read(plans: Sequence[_Plan], ks: range, engine: Engine, prompt: Prompt, progress: Progress | None) -> None:
     """Render presentations `ks` of every plan, ask the engine once, and put the grades back."""
     prompts: list[WindowPrompt] = []
     wanted: list[tuple[_Plan, list[list[npt.NDArray[np.int64]]], list[list[int]], dict[int, int]]] = []
@@ -207,7 +209,7 @@ def _ask(
                 f"engine '{engine.name}' returned grades of shape {np.shape(values)} for a window of "
                 f"{len(prompt.slots)} candidates and {len(grade_ids)} grades"
             )
-    if blind := sum(len(values) > 1 and bool((values == values[0]).all()) for values in read):
+    if blind := sum(len(values) > 1 and bool((np.isfinite(values) & (values == values[0])).all()) for values in read):
         # A template that drops the documents, or a model that does not see them, looks like this.
         logger.warning("in %d of %d windows every document got exactly the same grades", blind, len(read))
     return read

@@ -30,6 +30,20 @@ class WindowPrompt:
     shared: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatWindow(WindowPrompt):
+    """One window as the message to a model that writes its grades down.
+
+    `text` is the message, `ids` (n,) name the candidates in the answer, in the order shown. Nothing is read at token
+    positions: `token_ids` are the text's code points, for counting, and `slots` are 0 … n-1. With `reasons` the
+    answer holds a reason beside every grade.
+    """
+
+    text: str
+    ids: tuple[str, ...]
+    reasons: bool = False
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Anything that reads grade logits at slots.
