@@ -175,6 +175,9 @@ def train(
         restore(read_state(settings.output, done), student.weights, adamw, running, step=done)
         logger.info("going on after step %d of %d", done, steps)
     wrapped, optimizer = accelerator.prepare(model, adamw)
+    if settings.trackers:
+        plain = {name: value for name, value in comparable(settings).items() if isinstance(value, str | float | int)}
+        accelerator.init_trackers("pd_rerank", config=plain)
 
     # Loop
     warmup = int(settings.warmup * steps)
@@ -223,7 +226,7 @@ def train(
         line |= {"strength": weight, "rate": rate, "gradient": norm, "seconds": pace[-1]}
         low = low + 1 if flat(settings, line) else 0
         collapsed = low >= settings.patience
-        accelerator.log(line, step=step + 1)
+        accelerator.log({name: value for name, value in line.items() if value is not None}, step=step + 1)
         if folder:
             print(step_line(line, steps=steps, pace=pace), flush=True)
             folder.add_step(line)
@@ -270,6 +273,10 @@ def train(
 def accelerator_of(settings: TrainSettings) -> Any:
     accelerate = need("accelerate", extra="train", purpose="training runs through accelerate")
     trackers = [name.strip() for name in (settings.trackers or "").split(",") if name.strip()]
+    tracking = need("accelerate.tracking", extra="train")
+    there = [tracker.value for tracker in tracking.get_available_trackers()]
+    if absent := [name for name in trackers if name not in there]:  # accelerate itself would go on without a word
+        raise MissingExtra(f"tracker '{absent[0]}' is not installed; run: pip install {absent[0]}, or leave it out")
     accelerator = accelerate.Accelerator(
         cpu=settings.cpu,
         mixed_precision="no",
@@ -280,8 +287,11 @@ def accelerator_of(settings: TrainSettings) -> Any:
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False),
         ],
     )
-    if trackers:
-        accelerator.init_trackers("pd_rerank", config=comparable(settings))
+    if str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise BadArgument(
+            "weights shared out among processes (FSDP, DeepSpeed) are not supported: every process holds the frozen "
+            "base; launch with --num_processes alone, and set gradient-checkpointing where memory is short"
+        )
     return accelerator
 
 

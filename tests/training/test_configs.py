@@ -10,9 +10,7 @@ import pytest
 
 from pd_rerank.config import RECIPES, TrainSettings, load
 from pd_rerank.errors import BadArgument
-from tests.training.runs import CONFIGS, script
-
-__all__ = ["script"]
+from tests.training.runs import CONFIGS
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
 

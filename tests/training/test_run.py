@@ -383,6 +383,11 @@ def test_windows_that_processes_cannot_share_are_refused(bench: Bench, capsys: p
     assert "no multiple of --batch-size" in capsys.readouterr().err
 
 
+def test_a_tracker_that_is_not_installed_is_named(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(trackers="nosuchtracker") == 3
+    assert "tracker 'nosuchtracker' is not installed" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_what_would_be_trained_on_and_writes_nothing(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
