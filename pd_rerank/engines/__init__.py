@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 from pd_rerank.engines.base import Engine
 from pd_rerank.errors import BadArgument, near_names
 
-ENGINES = ("hf", "fake")
+_HOMES = {
+    "hf": ("pd_rerank.engines.hf", "HFEngine"),
+    "vllm": ("pd_rerank.engines.vllm", "VLLMEngine"),
+    "server": ("pd_rerank.engines.server", "ServerEngine"),
+    "fake": ("pd_rerank.engines.fake", "FakeEngine"),
+}
+ENGINES = tuple(_HOMES)
 
 _CONTRACT = ("name", "tokenizer", "max_length", "grade_logits", "describe")
 
@@ -33,13 +40,11 @@ def load_engine(model: Any, *, engine: str | Engine = "hf", also: Iterable[str] 
         return engine
     if engine not in ENGINES:
         raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)} or pass an engine object")
-    if engine == "hf":
-        from pd_rerank.engines.hf import HFEngine
-
-        return HFEngine(model, **_known(HFEngine, given, also=also))
-    from pd_rerank.engines.fake import FakeEngine
-
-    return FakeEngine(name=str(model), **_known(FakeEngine, given, also=also))
+    module, name = _HOMES[engine]
+    kind = getattr(importlib.import_module(module), name)
+    named = {"name": str(model)} if engine == "fake" else {"model": model}
+    built: Engine = kind(**named, **_known(kind, given, also=also))
+    return built
 
 
 def _known(kind: type, options: Mapping[str, Any], *, also: Iterable[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ failures: keys that match nothing, a resized vocabulary, an adapter that changes
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import warnings
@@ -64,6 +65,14 @@ class Adapter:
         """Its weight file."""
         return next((self.folder / name for name in _WEIGHTS if (self.folder / name).is_file()), None)
 
+    @property
+    def changes_head(self) -> bool:
+        """Whether it changes the output head or the embeddings, which a head copied from the base leaves out."""
+        listed = [self.settings.get(name) or () for name in ("target_modules", "modules_to_save")]
+        named = [module for some in listed for module in ([some] if isinstance(some, str) else some)]
+        keys = _keys(self.weights)
+        return any(name in text for text in (*named, *keys) for name in _VOCABULARY)
+
     def describe(self) -> dict[str, Any]:
         """Return what a manifest must record of it."""
         return {
@@ -77,6 +86,17 @@ class Adapter:
             "target_modules": self.settings.get("target_modules"),
             "trained_on": self.base,
         }
+
+
+def _keys(weights: Path | None) -> list[str]:
+    """The names of the tensors in a safetensors file, from its header (8 bytes of length, then JSON)."""
+    if weights is None or weights.suffix != ".safetensors":
+        return []
+    with weights.open("rb") as file:
+        try:
+            return list(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+        except ValueError as error:
+            raise InvalidData(f"{weights} is damaged: its header is no JSON; fetch it again") from error
 
 
 def is_adapter_folder(folder: str | Path) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pd_rerank._extras import need
 from pd_rerank.embedded import hub_answers, resolve_model
 from pd_rerank.engines.adapters import Adapter, is_adapter_folder, open_adapter
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch, PdRerankError
@@ -83,6 +84,32 @@ def load_named(
     elif tokenizer_kwargs:
         raise BadArgument("a tokenizer object is already loaded: tokenizer_kwargs do not apply")
     return Loaded(model=model, tokenizer=tokenizer, adapter=opened, folder=place)
+
+
+def load_tokenizer(
+    name: str,
+    *,
+    tokenizer: Any = None,
+    adapter: Adapter | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+) -> tuple[Any, Any, str]:
+    """A model's tokenizer, its transformers config (None where there is none) and its place, without its weights.
+
+    `name` is a short name, folder or hub id; `tokenizer` another one, or an object. The adapter's own goes first.
+    """
+    need("transformers", extra="hf", purpose="prompts are made with the model's tokenizer, which transformers loads")
+    loader = _Loader(revision=revision, trust_remote_code=trust_remote_code)
+    place = os.path.expanduser(resolve_model(name, quiet=quiet))
+    if tokenizer is None:
+        own = adapter is not None and (adapter.folder / "tokenizer_config.json").is_file()
+        tokenizer = str(adapter.folder) if adapter is not None and own else place
+    if isinstance(tokenizer, str | os.PathLike):
+        tokenizer = loader.tokenizer(os.fspath(tokenizer), more={})
+    folder = Path(place)
+    config = None if folder.is_dir() and not (folder / "config.json").is_file() else loader.config(place)
+    return tokenizer, config, place
 
 
 def take_object(
@@ -201,6 +228,13 @@ class _Loader:
             if device is not None:
                 model.to(device)
         return model.eval()
+
+    def config(self, source: str) -> Any:
+        """Load a model's configuration."""
+        import transformers
+
+        with self._explained(source):
+            return transformers.AutoConfig.from_pretrained(source, **self._common(source))
 
     def tokenizer(self, source: str, *, more: Mapping[str, Any]) -> Any:
         """Load a tokenizer; without a padding token it pads with its end token, and nothing is resized."""
