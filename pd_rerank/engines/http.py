@@ -35,18 +35,29 @@ Kind = Literal["unreachable", "slow", "busy", "fault", "broken", "rejected", "gi
 """No connection; no answer in time; 429; 5xx; an answer cut off or malformed; another 4xx or 3xx; not sent any more."""
 
 _RETRIED: frozenset[Kind] = frozenset({"unreachable", "slow", "busy", "fault", "broken"})
-_FOR_ALL = {401: "the key is missing or wrong", 404: "no such address or model", 405: "no such address"}
+_FOR_ALL = {
+    401: "the key is missing or wrong",
+    402: "the account is empty",
+    404: "no such address or model",
+    405: "no such address",
+}
 """What one answer says of every request to come."""
+
+_OF_REQUEST = (400, 413, 422)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """An answer with a status of 2xx: its whole `body`, `headers` in lower case, `attempts` made, `seconds` taken."""
+    """An answer with a status of 2xx: its whole `body`, `headers` in lower case.
+
+    It took `attempts`, of which `connected` reached the server, and the last of them `seconds`.
+    """
 
     status: int
     body: bytes
     headers: Mapping[str, str]
     attempts: int = 1
+    connected: int = 1
     seconds: float = 0.0
 
     def json(self) -> Any:
@@ -71,7 +82,7 @@ class Failure:
     @property
     def of_request(self) -> bool:
         """Whether the server refused this very request, so that it would again."""
-        return self.kind == "rejected" and self.status not in _FOR_ALL
+        return self.kind == "rejected" and self.status in _OF_REQUEST
 
 
 OnDone = Callable[[int, Response | Failure], None]
@@ -135,6 +146,7 @@ class Client:
             timeout=self._httpx.Timeout(timeout_s, connect=min(10.0, timeout_s), pool=None),
             limits=self._httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             follow_redirects=False,
+            verify=self.base_url.startswith("https:"),  # reading the certificates takes a second
         )
 
     def __enter__(self) -> Self:
@@ -236,7 +248,7 @@ class Client:
             finally:
                 self._gate.leave(outcome)
             if isinstance(outcome, Response):
-                return replace(outcome, attempts=attempt)
+                return replace(outcome, attempts=attempt, connected=connected + 1)
             connected += outcome.kind != "unreachable"
             last = replace(outcome, attempts=attempt, connected=connected)
             if outcome.kind not in _RETRIED or attempt == self.attempts:
