@@ -15,6 +15,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -148,6 +149,7 @@ class Client:
             follow_redirects=False,
             verify=self.base_url.startswith("https:"),  # reading the certificates takes a second
         )
+        self._close = weakref.finalize(self, self._client.close)
 
     def __enter__(self) -> Self:
         return self
@@ -158,8 +160,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
+        """Close the connections; a client that is dropped closes them itself."""
+        self._close()
 
     def get(self, path: str, *, check: Callable[[Response], object] | None = None) -> Response | Failure:
         """Get one address under `base_url`; see `post_many`."""
