@@ -139,8 +139,11 @@ class ModelSettings(Settings):
     adapter: str | None = _option(None, "LoRA adapter: folder or hub id.", _MODEL)
     merge_adapter: bool | None = _option(None, "Fold the adapter into the weights.", _MODEL)
     check_template: bool = _option(True, "Refuse an adapter or threshold made with another prompt.", _MODEL)
-    engine: Literal["hf", "fake"] = _option(
-        "hf", "hf: transformers. fake: no model, grades by word overlap, for trying out files.", _MODEL
+    engine: Literal["hf", "vllm", "server", "fake"] = _option(
+        "hf",
+        "hf: transformers. vllm: vLLM in this process. server: a running vLLM or SGLang, see --server. fake: no model, "
+        "grades by word overlap, for trying out files.",
+        _MODEL,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = _option(
         None, "Precision of the weights; left out: auto.", _MODEL
@@ -152,6 +155,24 @@ class ModelSettings(Settings):
     batch_tokens: int | None = _option(None, "Tokens per batch on an accelerator.", _MODEL, ge=1)
     share_prefix: bool | None = _option(None, "Compute what prompts of a query share once.", _MODEL)
     max_length: int | None = _option(None, "Longest prompt in tokens; left out: the model's.", _MODEL, ge=1)
+    server: str | None = _option(
+        None, "Address of the model server, http://host:port; its key is read from PD_RERANK_API_KEY.", _MODEL
+    )
+    served_as: str | None = _option(None, "The server's name for the model or adapter, where it differs.", _MODEL)
+    concurrency: int | None = _option(None, "Requests under way at the server at most; left out: 16.", _MODEL, ge=1)
+    server_timeout: float | None = _option(
+        None, "Seconds without a sign of life before a request is tried again; left out: 120.", _MODEL, gt=0
+    )
+    slot_readout: Literal["auto", "pooling", "prompt_ids", "one_token", "top_k", "generate", "score"] | None = _option(
+        None, "How vLLM or a server reads the slots; left out: the best it can.", _MODEL
+    )
+    canary: Path | None = _option(
+        None,
+        "Scores of transformers that vLLM or a server must repeat; left out: canary.json beside the model.",
+        _MODEL,
+    )
+    tensor_parallel: int | None = _option(None, "GPUs vLLM spreads the model over; left out: 1.", _MODEL, ge=1)
+    gpu_memory: float | None = _option(None, "Part of a GPU's memory vLLM may take; left out: 0.9.", _MODEL, gt=0, le=1)
 
     rubric: str = _option(
         "passage_relevance", "passage_relevance, answer_support, response_quality, evidence, or .yaml.", _PROMPT
@@ -168,6 +189,33 @@ class ModelSettings(Settings):
     partition: Annotated[Literal["round_robin", "contiguous", "hashed"], BeforeValidator(_spelling)] = _option(
         "round_robin", "How a pool is cut into windows.", _SHOW
     )
+
+    def engine_options(self, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What was said of the engine, by the names of its constructor; what means nothing to it is refused."""
+        given = {
+            name: getattr(self, name)
+            for name in dict.fromkeys(name for names in _OF_ENGINE.values() for name in names)
+            if name not in without and getattr(self, name) is not None
+        }
+        if idle := sorted(set(given) - {*_OF_ENGINE[self.engine]}):
+            raise BadArgument(f"--{idle[0].replace('_', '-')} means nothing to --engine {self.engine}; leave it out")
+        if self.engine == "server" and self.server is None:
+            raise BadArgument("--engine server needs the server's address: --server http://host:port")
+        return given
+
+
+_OF_MODEL = ("adapter", "revision", "trust_remote_code", "max_length")
+_OF_READOUT = ("slot_readout", "canary")
+_OF_ENGINE: Mapping[str, tuple[str, ...]] = {
+    "hf": (*_OF_MODEL, "merge_adapter", "dtype", "device", "device_map", "batch_tokens", "share_prefix"),
+    "vllm": (*_OF_MODEL, *_OF_READOUT, "dtype", "share_prefix", "tensor_parallel", "gpu_memory"),
+    "server": (*_OF_MODEL, *_OF_READOUT, "server", "served_as", "concurrency", "server_timeout"),
+    "fake": ("max_length",),
+}
+"""The options each engine's constructor takes from the settings."""
+
+WHERE_NOT_WHAT = ("server", "concurrency", "server_timeout", "gpu_memory")
+"""Of these, what says where and how fast, not what is scored: a job may go on with others."""
 
 
 class ScoringSettings(ModelSettings, InputSettings):

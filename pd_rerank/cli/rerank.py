@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pd_rerank.cli.flags import flags
-from pd_rerank.config import RerankSettings, load
+from pd_rerank.config import WHERE_NOT_WHAT, RerankSettings, load
 from pd_rerank.errors import BadArgument, MissingResource, PdRerankError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Work:
         self.threshold = self._threshold()
         self.residual = self._residual()
         self.settle = self._settle()
-        self.engine_options = self._engine_options()
+        self.engine_options = settings.engine_options()
         self.pools, self.missing_texts = self._pools()
 
     def _threshold(self) -> Threshold | None:
@@ -174,16 +174,6 @@ class Work:
         if self.threshold is not None:
             return Settle(threshold=self.threshold.value)
         return Settle(top_k=self.settings.top_k)
-
-    def _engine_options(self) -> dict[str, Any]:
-        names = (
-            *("adapter", "merge_adapter", "dtype", "device", "device_map", "revision", "trust_remote_code"),
-            *("batch_tokens", "share_prefix", "max_length"),
-        )
-        options = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name) is not None}
-        if self.settings.engine == "fake" and (idle := sorted(set(options) - {"max_length"})):
-            raise BadArgument(f"--{idle[0].replace('_', '-')} means nothing to --engine fake; leave it out")
-        return options
 
     def _pools(self) -> tuple[list[Pool], int]:
         """The pools to score, and how many of the hits wanted had no text."""
@@ -294,7 +284,7 @@ class Work:
             settings={
                 "model": settings.model,
                 "engine_name": settings.engine,
-                "engine_options": self.engine_options,
+                "engine_options": {k: v for k, v in self.engine_options.items() if k not in WHERE_NOT_WHAT},
                 "prompt_options": {
                     "rubric": asdict(self.rubric),
                     "instruction": settings.instruction,

@@ -101,13 +101,9 @@ def reranker(settings: ServeSettings, adapter: str | None) -> OCSFTBatchedRerank
     """The reranker the settings describe, loaded and proved."""
     from pd_rerank.reranker import OCSFTBatchedReranker
 
-    names = (
-        *("merge_adapter", "dtype", "device", "device_map", "revision", "trust_remote_code"),
-        *("batch_tokens", "share_prefix", "max_length"),
-    )
-    options = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    if settings.engine == "fake" and (idle := sorted({*options, *(["adapter"] if adapter else [])} - {"max_length"})):
-        raise BadArgument(f"--{idle[0].replace('_', '-')} means nothing to --engine fake; leave it out")
+    options = settings.engine_options(without=("adapter",))
+    if settings.engine == "fake" and adapter:
+        raise BadArgument("--adapter means nothing to --engine fake; leave it out")
     if settings.residual is not None and not settings.residual.exists():
         raise MissingResource(f"--residual: no file {settings.residual}")
     return OCSFTBatchedReranker(

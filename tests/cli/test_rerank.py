@@ -231,7 +231,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--partition", "robin"], 2, "--partition: input should be 'round_robin'"),
         (["--order", "random"], 2, "--order: input should be 'given', 'reverse' or 'canonical'"),
         (["--readout", "best"], 2, "--readout"),
-        (["--engine", "vllm"], 2, "--engine: input should be 'hf' or 'fake', got 'vllm'"),
+        (["--engine", "tgi"], 2, "--engine: input should be 'hf', 'vllm', 'server'"),
         (["--rubric", "fairness"], 2, "unknown rubric 'fairness'"),
         (["--rubric", "none.yaml"], 4, "none.yaml"),
         (["--markers", "stars"], 2, "unknown markers 'stars'"),
