@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines.adapters": LOW,
     "engines.loading": LOW | {"embedded", "engines.adapters"},
     "engines.http": {"errors", "_extras"},
+    "engines.generated": {"errors", "files", "engines.base", "engines.http"},
     "engines.answers": {"errors", "engines.base"},
     "engines.hf": LOW | {"embedded", "engines"},
     "job": CORE,
