@@ -50,7 +50,8 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": LOW | {"pool", "windows", "scores", "decisions", "evaluation"},
     "retrieval": LOW | {"pool", "embedded", "retrieval"},
     "training": CORE | {"engines", "embedded", "evaluation", "proof", "training"},
-    "cli": CORE | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"}
+    "cli": CORE
+    | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"}
     | {"reranker", "serving"},
     "__main__": {"cli"},
 }
