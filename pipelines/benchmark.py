@@ -60,8 +60,8 @@ RATIOS = (
 )
 
 TRAINING_RATIOS = (
-    Ratio("training step on two views of a window / on one", "window step, two views", "window step", 2.1),
-    Ratio("training step, slot rows only / logits of every position", "window step", "window step, all logits", 0.90),
+    Ratio("training step on two views of a window / on one", "training step, two views", "training step", 2.1),
+    Ratio("training step, slot rows only / logits of every position", "training step", "training step, all logits", 0.90),
 )
 
 BOOTSTRAP_RATIOS = (
@@ -369,9 +369,9 @@ def training_cases(args: argparse.Namespace) -> Cases:
         student.model.zero_grad()
 
     return {
-        "window step": lambda: step(1),
-        "window step, two views": lambda: step(2),
-        "window step, all logits": all_logits,
+        "training step": lambda: step(1),
+        "training step, two views": lambda: step(2),
+        "training step, all logits": all_logits,
     }
 
 
