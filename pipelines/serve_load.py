@@ -45,7 +45,8 @@ class TimedEngine(FakeEngine):
 
 def ranker(args: argparse.Namespace, *, timed: bool) -> OCSFTBatchedReranker:
     if args.model is not None:
-        return OCSFTBatchedReranker(args.model, verbose=0, window=args.window_size, dtype=args.dtype)
+        share = {"share_prefix": "queries"} if timed and args.share_queries else {}
+        return OCSFTBatchedReranker(args.model, verbose=0, window=args.window_size, dtype=args.dtype, **share)
     per_call, per_window = (args.per_call, args.per_window) if timed else (0.0, 0.0)
     return OCSFTBatchedReranker(
         "fake", verbose=0, window=args.window_size, engine=TimedEngine(per_call=per_call, per_window=per_window)
@@ -201,6 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model to serve instead of the fake engine")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--share-queries", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--per-call", type=float, default=0.005)
     parser.add_argument("--per-window", type=float, default=0.001)
     parser.add_argument("--window-size", type=int, default=20)

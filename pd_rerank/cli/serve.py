@@ -104,6 +104,8 @@ def reranker(settings: ServeSettings, adapter: str | None) -> OCSFTBatchedRerank
     options = settings.engine_options(without=("adapter",))
     if settings.engine == "fake" and adapter:
         raise BadArgument("--adapter means nothing to --engine fake; leave it out")
+    if settings.engine == "hf":
+        options.setdefault("share_prefix", "queries")  # requests scored together start alike
     if settings.residual is not None and not settings.residual.exists():
         raise MissingResource(f"--residual: no file {settings.residual}")
     return OCSFTBatchedReranker(

@@ -58,7 +58,8 @@ class HFEngine:
 
     `batching`: `single` (no padding), `padded`, or `auto` (padded on accelerators). `batch_tokens` bounds a
     padded or prefix-sharing batch and is halved when memory runs out. `share_prefix`: compute a query's common
-    prompt start once always (True), never (False), or where it saves a fifth of the tokens (auto).
+    prompt start once always (True), never (False), or where it saves a fifth of the tokens (auto); "queries": as auto,
+    and what prompts of different queries have in common too, which then depends on what is scored together.
 
     `adapter_card` is the `reranker.json` of the adapter, or of a model folder that one was merged into, or None.
     Raises `MissingResource`, `ModelMismatch` or `BadArgument` before anything is scored.
@@ -85,7 +86,7 @@ class HFEngine:
         check_adapter: bool = True,
         batching: Batching = "auto",
         batch_tokens: int | None = None,
-        share_prefix: bool | Literal["auto"] = "auto",
+        share_prefix: bool | Literal["auto", "queries"] = "auto",
         max_length: int | None = None,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
@@ -95,8 +96,8 @@ class HFEngine:
     ) -> None:
         if batching not in get_args(Batching):
             raise BadArgument(f"unknown batching '{batching}'; choose one of {', '.join(get_args(Batching))}")
-        if not (isinstance(share_prefix, bool) or share_prefix == "auto"):
-            raise BadArgument(f"share_prefix is True, False or 'auto', not {share_prefix!r}")
+        if not (isinstance(share_prefix, bool) or share_prefix in ("auto", "queries")):
+            raise BadArgument(f"share_prefix is True, False, 'auto' or 'queries', not {share_prefix!r}")
         for name, number in (("batch_tokens", batch_tokens), ("max_length", max_length)):
             if number is not None and (not whole(number) or number < 1):
                 raise BadArgument(f"{name} must be a whole number of at least 1, got {number!r}")
@@ -264,19 +265,35 @@ class HFEngine:
         }
 
     def _families(self, prompts: Sequence[WindowPrompt], waiting: list[int]) -> Iterator[tuple[list[int], int]]:
-        """Groups of prompts that truly start alike, with the length of that start, where sharing it pays."""
+        """Groups of prompts that truly start alike, with the length of that start, where sharing it pays.
+
+        A query's prompts first; with `share_prefix="queries"` then those left over, whatever their query.
+        """
         if not self._can_share:
             return
         starts: dict[bytes, list[int]] = {}
         for i in waiting:
             if prompts[i].shared > 0 and not self._past_turn(len(prompts[i].token_ids)):
                 starts.setdefault(prompts[i].token_ids[: prompts[i].shared].tobytes(), []).append(i)
+        left: list[int] = []
         for group in starts.values():
             length = min(min(prompts[i].shared, int(prompts[i].slots[0])) for i in group)
-            total = sum(len(prompts[i].token_ids) for i in group)
-            saved = length * (len(group) - 1)
-            if saved > 0 and (self._share is True or saved >= _WORTH_SHARING * total):
+            if self._worth_sharing(prompts, group, length):
                 yield group, length
+            else:
+                left += group
+        if self._share == "queries" and left:
+            length = min(int(prompts[i].slots[0]) for i in left)
+            first = prompts[left[0]].token_ids[:length]
+            same = np.logical_and.reduce([prompts[i].token_ids[:length] == first for i in left])
+            length = length if same.all() else int(same.argmin())
+            if self._worth_sharing(prompts, left, length):
+                yield left, length
+
+    def _worth_sharing(self, prompts: Sequence[WindowPrompt], group: Sequence[int], length: int) -> bool:
+        saved = length * (len(group) - 1)
+        total = sum(len(prompts[i].token_ids) for i in group)
+        return saved > 0 and (self._share is True or saved >= _WORTH_SHARING * total)
 
     def _read(
         self,

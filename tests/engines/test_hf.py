@@ -198,6 +198,19 @@ def test_auto_shares_for_single_candidates_and_not_for_wide_windows() -> None:
     assert passes == [(1, 220)] * 4
 
 
+def test_prompts_of_different_queries_share_their_start_only_where_asked() -> None:
+    model = tiny()
+    shown = [prompt(34, 1, seed=n, start=START) for n in range(4)]
+    asked = [WindowPrompt(token_ids=p.token_ids, slots=p.slots, shared=25) for p in shown]  # queries differ from 20 on
+    with counted(model) as passes:
+        engine(model).grade_logits(asked, GRADES)
+    assert passes[-4:] == [(1, 34)] * 4
+    with counted(model) as passes:
+        read = engine(model, share_prefix="queries").grade_logits(asked, GRADES)
+    assert passes[-2:] == [(1, 20), (4, 14)]
+    assert apart(read, one_slot_at_a_time(model, asked)) < 1e-4
+
+
 def test_a_claim_of_sharing_is_checked_on_the_tokens_themselves() -> None:
     model = tiny()
     other = start_of(20, seed=6)
