@@ -61,7 +61,7 @@ RATIOS = (
 
 TRAINING_RATIOS = (
     Ratio("training step on two views of a window / on one", "training step, two views", "training step", 2.1),
-    Ratio("training step, slot rows only / logits of every position", "training step", "training step, all logits", 0.90),
+    Ratio("training step, slot rows / logits of every position", "training step", "training step, all logits", 0.90),
 )
 
 BOOTSTRAP_RATIOS = (
