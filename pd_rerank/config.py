@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,11 +96,23 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _as_json(value: Any) -> Any:
+    """A mapping, from a file or typed as JSON, as sorted JSON."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        if found is None or isinstance(found, dict):
+            return None if found is None else json.dumps(found, sort_keys=True, allow_nan=False)
+    except (ValueError, TypeError):
+        pass
+    raise ValueError('should be a JSON object such as {"reasoning_effort": "low"}')
+
+
 def _option(default: Any, help: str, panel: str, **limits: Any) -> Any:
     return Field(default, description=help, json_schema_extra={"panel": panel}, **limits)
 
 
 _IN, _MODEL, _PROMPT = "What is scored", "Model", "What is asked"
+_WRITTEN = "Written grades (--engine generated)"
 _SHOW, _READ, _OUT = "How candidates are shown", "What is read and decided", "What is written"
 
 
@@ -139,10 +152,10 @@ class ModelSettings(Settings):
     adapter: str | None = _option(None, "LoRA adapter: folder or hub id.", _MODEL)
     merge_adapter: bool | None = _option(None, "Fold the adapter into the weights.", _MODEL)
     check_template: bool = _option(True, "Refuse an adapter or threshold made with another prompt.", _MODEL)
-    engine: Literal["hf", "vllm", "server", "fake"] = _option(
+    engine: Literal["hf", "vllm", "server", "generated", "fake"] = _option(
         "hf",
-        "hf: transformers. vllm: vLLM in this process. server: a running vLLM or SGLang, see --server. fake: no model, "
-        "grades by word overlap, for trying out files.",
+        "hf: transformers. vllm: vLLM in this process. server: a running vLLM or SGLang, see --server. generated: "
+        "grades a chat model behind --server writes down. fake: no model, grades by word overlap, to try out files.",
         _MODEL,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = _option(
@@ -161,7 +174,10 @@ class ModelSettings(Settings):
     served_as: str | None = _option(None, "The server's name for the model or adapter, where it differs.", _MODEL)
     concurrency: int | None = _option(None, "Requests under way at the server at most; left out: 16.", _MODEL, ge=1)
     server_timeout: float | None = _option(
-        None, "Seconds without a sign of life before a request is tried again; left out: 120.", _MODEL, gt=0
+        None,
+        "Seconds without a sign of life before a request is tried again; left out: 120, generated 300.",
+        _MODEL,
+        gt=0,
     )
     slot_readout: Literal["auto", "pooling", "prompt_ids", "one_token", "top_k", "generate", "score"] | None = _option(
         None, "How vLLM or a server reads the slots; left out: the best it can.", _MODEL
@@ -195,12 +211,12 @@ class ModelSettings(Settings):
         given = {
             name: getattr(self, name)
             for name in dict.fromkeys(name for names in _OF_ENGINE.values() for name in names)
-            if name not in without and getattr(self, name) is not None
+            if name not in without and getattr(self, name, None) is not None
         }
         if idle := sorted(set(given) - {*_OF_ENGINE[self.engine]}):
             raise BadArgument(f"--{idle[0].replace('_', '-')} means nothing to --engine {self.engine}; leave it out")
-        if self.engine == "server" and self.server is None:
-            raise BadArgument("--engine server needs the server's address: --server http://host:port")
+        if self.engine in ("server", "generated") and self.server is None:
+            raise BadArgument(f"--engine {self.engine} needs the server's address: --server http://host:port")
         return given
 
 
@@ -210,16 +226,52 @@ _OF_ENGINE: Mapping[str, tuple[str, ...]] = {
     "hf": (*_OF_MODEL, "merge_adapter", "dtype", "device", "device_map", "batch_tokens", "share_prefix"),
     "vllm": (*_OF_MODEL, *_OF_READOUT, "dtype", "share_prefix", "tensor_parallel", "gpu_memory"),
     "server": (*_OF_MODEL, *_OF_READOUT, "server", "served_as", "concurrency", "server_timeout"),
+    "generated": (
+        *("server", "concurrency", "server_timeout", "attempts", "deadline", "cache"),
+        *("answer_form", "temperature", "max_tokens", "request_seed", "request"),
+    ),
     "fake": ("max_length",),
 }
 """The options each engine's constructor takes from the settings."""
 
-WHERE_NOT_WHAT = ("server", "concurrency", "server_timeout", "gpu_memory")
+WHERE_NOT_WHAT = ("server", "concurrency", "server_timeout", "gpu_memory", "attempts", "deadline", "cache")
 """Of these, what says where and how fast, not what is scored: a job may go on with others."""
 
 
-class ScoringSettings(ModelSettings, InputSettings):
+class GeneratedSettings(Settings):
+    """How a chat model is asked to write grades down, for `engine: generated` alone."""
+
+    reasons: bool | None = _option(None, "Ask for a short reason beside every grade.", _WRITTEN)
+    answer_form: Literal["json_schema", "json_object", "text"] | None = _option(
+        None, "How the server enforces JSON; text: not at all. Left out: json_schema.", _WRITTEN
+    )
+    temperature: float | None = _option(None, "Left out: 0.", _WRITTEN, ge=0)
+    max_tokens: int | None = _option(
+        None, "Most tokens of an answer, thinking included; left out: 4096.", _WRITTEN, ge=1
+    )
+    request_seed: int | None = _option(None, "Seed sent with every request; left out: none.", _WRITTEN)
+    request: Annotated[str | None, BeforeValidator(_as_json)] = _option(
+        None, 'More fields of the request as JSON, {"reasoning_effort": "low"}; null takes one out.', _WRITTEN
+    )
+    cache: Path | None = _option(None, "Folder of answers, kept for other jobs; left out: one in --output.", _WRITTEN)
+    attempts: int | None = _option(None, "Times a request is tried; left out: 5.", _WRITTEN, ge=1)
+    deadline: float | None = _option(None, "Seconds for the requests of one shard; left out: no end.", _WRITTEN, gt=0)
+
+
+class ScoringSettings(ModelSettings, InputSettings, GeneratedSettings):
     """What is scored, by which model, in which words: what every command that scores pools can be told."""
+
+    @model_validator(mode="after")
+    def _no_slots_to_read(self) -> Self:
+        if self.engine != "generated":
+            if self.reasons is not None:
+                raise ValueError(f"--reasons means nothing to --engine {self.engine}; leave it out")
+            return self
+        if "model" not in self.model_fields_set:
+            raise ValueError("--engine generated needs --model, the server's name for it")
+        if self.placeholder != "0" or self.chat is not None:
+            raise ValueError("--placeholder and --chat are for reading slots; --engine generated has none")
+        return self
 
 
 class DecisionSettings(ModelSettings):
@@ -266,6 +318,8 @@ class RerankSettings(DecisionSettings, ScoringSettings):
             raise ValueError("--settle needs --presentations 3 or more, the most a query may take")
         if self.settle and self.threshold is None and self.top_k is None:
             raise ValueError("--settle needs a decision: give --threshold or --top-k")
+        if self.engine == "generated" and self.calibration != "none":
+            raise ValueError("--calibration corrects grade probabilities; --engine generated has none")
         return self
 
 
@@ -294,6 +348,12 @@ class ServeSettings(DecisionSettings, LimitSettings):
 
     adapter: Annotated[list[str] | None, BeforeValidator(_listed)] = _option(  # type: ignore[assignment]
         None, "LoRA adapter, PATH or NAME=PATH. May be given several times; requests choose by name.", _MODEL
+    )
+    engine: Literal["hf", "vllm", "server", "fake"] = _option(
+        "hf",
+        "hf: transformers. vllm: vLLM in this process. server: a running vLLM or SGLang, see --server. fake: no model, "
+        "grades by word overlap, for trying out clients.",
+        _MODEL,
     )
     served_name: str | None = _option(None, "Name of the model in answers; left out: the model's.", _SERVER)
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: all.", _SERVER)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pd_rerank.engines.base import Engine
     from pd_rerank.job import OnWindows, RerankJob
     from pd_rerank.pool import Pool
-    from pd_rerank.prompt import GradePrompt
+    from pd_rerank.prompt import Prompt
     from pd_rerank.scores import SlotResidual
     from pd_rerank.scoring import Scoring
 
@@ -96,6 +97,8 @@ def finish(work: Work, job: RerankJob, *, progress: bool | None, doing: str = "r
         )
         raise typer.Exit(130) from None
     record = work.counts() | {"resumed_after": before, "seconds": round(time.monotonic() - start, 3)}
+    if work.cost is not None:
+        record |= {"server": work.settings.server, "cost": work.cost()}
     return job.write(record=record)
 
 
@@ -149,6 +152,7 @@ class Work:
         self.residual = self._residual()
         self.settle = self._settle()
         self.engine_options = settings.engine_options()
+        self.cost: Callable[[], dict[str, Any]] | None = None
         self.pools, self.missing_texts = self._pools()
 
     def _threshold(self) -> Threshold | None:
@@ -241,6 +245,8 @@ class Work:
 
         if self.settings.engine == "fake":
             return FakeTokenizer()
+        if self.settings.engine == "generated":
+            return None
         folder = local_folder(self.settings.model)
         if folder is None or not Path(folder, "tokenizer_config.json").is_file() or not find_spec("transformers"):
             return None
@@ -248,17 +254,23 @@ class Work:
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
-    def _prompt(self, tokenizer: Any) -> GradePrompt:
-        from pd_rerank.prompt import GradePrompt
+    def _prompt(self, tokenizer: Any) -> Prompt:
+        from pd_rerank.prompt import ChatPrompt, GradePrompt
 
+        settings = self.settings
+        wording: dict[str, Any] = {
+            "rubric": self.rubric,
+            "instruction": settings.instruction,
+            "markers": settings.markers,
+            "max_doc_chars": settings.max_doc_chars,
+        }
+        if settings.engine == "generated":
+            return ChatPrompt(**wording, reasons=bool(settings.reasons))
         return GradePrompt(
             tokenizer,
-            rubric=self.rubric,
-            instruction=self.settings.instruction,
-            markers=self.settings.markers,
-            placeholder=self.settings.placeholder,
-            max_doc_chars=self.settings.max_doc_chars,
-            chat="auto" if self.settings.chat is None else self.settings.chat,
+            **wording,
+            placeholder=settings.placeholder,
+            chat="auto" if settings.chat is None else settings.chat,
         )
 
     def job(self, *, overwrite: bool) -> RerankJob:
@@ -292,6 +304,7 @@ class Work:
                     "placeholder": settings.placeholder,
                     "max_doc_chars": settings.max_doc_chars,
                     "chat": settings.chat,
+                    **({} if settings.reasons is None else {"reasons": settings.reasons}),
                 },
                 "scoring": self.scoring.describe(),
                 "versions": versions(SCORED_WITH),
@@ -301,15 +314,21 @@ class Work:
     def score(self, job: RerankJob, *, progress: bool | None, doing: str) -> None:
         """Load the engine and score what is left of the job."""
         engine, prompt = self.open()
+        self.cost = getattr(engine, "cost", None)
         with _bar(job, shown=progress, doing=doing) as on_windows:
             job.score(engine=engine, prompt=prompt, on_windows=on_windows)
 
-    def open(self) -> tuple[Engine, GradePrompt]:
+    def open(self) -> tuple[Engine, Prompt]:
         """Load the engine and prove the prompt on its tokenizer."""
         from pd_rerank.decisions import scored_by
         from pd_rerank.engines import load_engine
 
-        engine = load_engine(self.settings.model, engine=self.settings.engine, **self.engine_options)
+        settings = self.settings
+        engine = (
+            self._generated()
+            if settings.engine == "generated"
+            else load_engine(settings.model, engine=settings.engine, **self.engine_options)
+        )
         prompt = self._prompt(engine.tokenizer)
         card = getattr(engine, "adapter_card", None)
         if card and self.settings.check_template:
@@ -317,6 +336,17 @@ class Work:
         if self.threshold is not None and self.settings.check_template:
             self.threshold.check(scored_by(engine.describe(), prompt.describe(), self.scoring.describe()))
         return engine, prompt
+
+    def _generated(self) -> Engine:
+        """The engine that has grades written; its answers are kept in the output folder unless told otherwise."""
+        from pd_rerank.engines.generated import GeneratedEngine
+
+        options = self.engine_options | {"request": json.loads(self.engine_options.get("request", "{}"))}
+        if "cache" not in options and self.settings.output is not None:
+            named = {"model": self.settings.model, **{k: v for k, v in options.items() if k not in WHERE_NOT_WHAT}}
+            digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+            options["cache"] = self.settings.output / "answers" / digest[:12]
+        return GeneratedEngine(self.settings.model, **options)
 
 
 @contextmanager

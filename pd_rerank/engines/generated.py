@@ -34,6 +34,8 @@ FORMAT = "pd_rerank answers 1"
 _OWN = ("messages", "model", "n", "stream", "response_format")
 """Fields of a request that are not for `request` to set."""
 
+_SECRET = ("api_key", "apikey", "key", "authorization", "access_token")
+
 _ENOUGH = 8
 """Malformed answers, and no other so far, after which a model is taken to be unable."""
 
@@ -75,7 +77,7 @@ class GeneratedEngine:
         cache: str | Path | None = None,
         server_timeout: float = 300.0,
         attempts: int = 5,
-        concurrency: int = 8,
+        concurrency: int = 16,
         deadline: float | None = None,
         key_variable: str | None = KEY_VARIABLE,
     ) -> None:
@@ -88,6 +90,10 @@ class GeneratedEngine:
         own = dict(request or {})
         if wrong := sorted(set(own) & set(_OWN)):
             raise BadArgument(f"request may not set '{wrong[0]}', which is made from the prompt and the other settings")
+        if secret := sorted(name for name in own if name.lower().replace("-", "_") in _SECRET):
+            raise BadArgument(
+                f"request holds '{secret[0]}', which would be recorded; a key is read from {key_variable}"
+            )
         fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": request_seed} | own
         self.name = model
         self.settings: dict[str, Any] = {

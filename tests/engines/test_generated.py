@@ -283,6 +283,7 @@ def test_slot_prompts_and_bad_settings_are_refused() -> None:
             {"answer_form": "yaml"},
             {"max_tokens": 0},
             {"request": {"messages": []}},
+            {"request": {"API-Key": "sk-1"}},
             {"request": {"temperature": float("nan")}},
             {"concurrency": 0},
         ):
