@@ -83,6 +83,13 @@ def test_draws_in_blocks_are_the_draws_in_one_piece(monkeypatch: pytest.MonkeyPa
         assert (found.low, found.high) == tuple(np.quantile(whole, [0.025, 0.975]))
 
 
+@pytest.mark.parametrize("n", [2, 37, 5000, 65536, 2**31 - 1, 3 * 2**29])  # the last two reject half and a quarter
+def test_draws_made_many_at_once_are_numpys(n: int) -> None:
+    draw, numpy = resampling._indices(11, n), np.random.default_rng(11)
+    for shape in ((1, 1), (3, 7), (1, 5000), (2, 3), (40, 50)):
+        assert draw(shape).tolist() == numpy.integers(0, n, shape).tolist()
+
+
 def test_the_published_group_intervals_come_out_exactly() -> None:
     for part in ("confirmation", "development"):
         values, groups, record = published_groups(part)
