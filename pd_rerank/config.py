@@ -258,7 +258,7 @@ class GeneratedSettings(Settings):
     deadline: float | None = _option(None, "Seconds for the requests of one shard; left out: no end.", _WRITTEN, gt=0)
 
 
-class ScoringSettings(ModelSettings, InputSettings, GeneratedSettings):
+class ScoringSettings(GeneratedSettings, ModelSettings, InputSettings):
     """What is scored, by which model, in which words: what every command that scores pools can be told."""
 
     @model_validator(mode="after")
