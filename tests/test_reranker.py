@@ -28,7 +28,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rerankers import Document, Reranker
 from rerankers.models import AVAILABLE_RANKERS
-from tokenizers_for_tests import byte_level
 
 from pd_rerank import (
     BadArgument,
@@ -45,6 +44,7 @@ from pd_rerank.decisions import Settle
 from pd_rerank.engines import fake
 from pd_rerank.prompt import load_rubric
 from pd_rerank.windows import PARTITIONS
+from tests.tokenizers_for_tests import byte_level
 
 QUERY = "red apples"
 DOCS = ["green pears", "red apples grow on trees", "apples"]
