@@ -53,6 +53,20 @@ class Canary:
             )
         return worst
 
+    def write(self, place: str | Path) -> None:
+        """Keep it in the folder or .json file `place`."""
+        record: dict[str, Any] = {
+            "format": "pd_rerank canary 1",
+            "model": self.model,
+            "dtype": self.dtype,
+            "token_ids": self.prompt.token_ids.tolist(),
+            "slots": self.prompt.slots.tolist(),
+            "grade_ids": list(self.grade_ids),
+            "logits": [[float(value) for value in row] for row in self.logits],
+        }
+        path = Path(place)
+        write_json(path if path.suffix == ".json" else path / CANARY, record)
+
 
 def _shown(logits: FloatArray) -> str:
     return "[" + ", ".join(f"{value:.3f}" for value in expected(logits)[:4]) + "]"
@@ -71,17 +85,7 @@ def write_canary(engine: Engine, prompt: WindowPrompt, grade_ids: Sequence[int],
         dtype=str(said.get("dtype")),
         model=engine.name,
     )
-    record: dict[str, Any] = {
-        "format": "pd_rerank canary 1",
-        "model": canary.model,
-        "dtype": canary.dtype,
-        "token_ids": prompt.token_ids.tolist(),
-        "slots": prompt.slots.tolist(),
-        "grade_ids": list(canary.grade_ids),
-        "logits": [[float(value) for value in row] for row in logits],
-    }
-    path = Path(place)
-    write_json(path if path.suffix == ".json" else path / CANARY, record)
+    canary.write(place)
     return canary
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from pd_rerank._extras import need
 from pd_rerank.engines.adapters import CARD, fingerprint, fold_adapter, open_adapter
 from pd_rerank.engines.base import FloatArray, WindowPrompt
+from pd_rerank.engines.canary import Canary
 from pd_rerank.engines.hf import HFEngine
 from pd_rerank.engines.loading import no_bars
 from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch, PdRerankError
@@ -172,7 +173,8 @@ def export(
     `merged` is a causal model that any engine loads. `classifier` is the same body under a sequence-classification head
     of one row per grade, copied from the merged output head: row i of its token-wise output is the grade logits at
     position i. That head applies no soft cap, scale or bias; where the model has one, `logits` in `reranker.json` says
-    so and `grade_logits` applies it. What was written is loaded again and must read a probe as the merged model does.
+    so and `grade_logits` applies it. What was written is loaded again and must read a probe as the merged model does;
+    the probe's grades are kept beside it as `canary.json`, for engines to be held to.
 
     `dtype` "auto" is the checkpoint's own, on the CPU. Raises `ModelMismatch` for what cannot be exported faithfully:
     an adapter on tied embeddings, no classifier of this architecture, a head that is more than one matrix.
@@ -233,6 +235,8 @@ def export(
             rows = _classifier_rows(fresh, windows, attention=attention, trust_remote_code=trust_remote_code)
             read = [grade_logits(r, record) for r in rows]
         _prove(read, together, limit, form)
+        kept_as = {"dtype": described["dtype"], "model": described["model"]}
+        Canary(prompt=windows[0], grade_ids=tuple(ids), logits=together[0], **kept_as).write(fresh)
         _finish(fresh, record, title=target.name)
     return dict(read_json(target / CARD))
 
