@@ -13,8 +13,10 @@ __version__ = "0.1.0"
 _HOME = {
     "BadArgument": "errors",
     "Candidate": "pool",
+    "ChatPrompt": "prompt",
     "EngineFailure": "errors",
     "FakeEngine": "engines.fake",
+    "GeneratedEngine": "engines.generated",
     "GradePrompt": "prompt",
     "HFEngine": "engines.hf",
     "InvalidData": "errors",
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from pd_rerank.decisions import Settle as Settle
     from pd_rerank.decisions import Threshold as Threshold
     from pd_rerank.engines.fake import FakeEngine as FakeEngine
+    from pd_rerank.engines.generated import GeneratedEngine as GeneratedEngine
     from pd_rerank.engines.hf import HFEngine as HFEngine
     from pd_rerank.errors import (
         BadArgument as BadArgument,
@@ -85,6 +88,7 @@ if TYPE_CHECKING:
     from pd_rerank.pool import pools_from_run as pools_from_run
     from pd_rerank.pool import read_pools as read_pools
     from pd_rerank.pool import write_pools as write_pools
+    from pd_rerank.prompt import ChatPrompt as ChatPrompt
     from pd_rerank.prompt import GradePrompt as GradePrompt
     from pd_rerank.reranker import OCSFTBatchedReranker as OCSFTBatchedReranker
     from pd_rerank.reranker import register as register
