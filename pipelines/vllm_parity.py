@@ -5,8 +5,9 @@
 
 Windows of the demo's pools are read by transformers once, then by vLLM per readout, with and without a random LoRA
 adapter, with the prefix cache and without, in both orders and a second time. The figure is the largest difference of an
-expected grade (0 to 3). Each vLLM is a process of its own. `serve` is a `vllm serve` on loopback, read by the server
-engine. The exit code is 7 if a figure is above --tolerance (1e-3 in float32) or a readout fails.
+expected grade (0 to 3). Each readout is a process of its own, with one vLLM for base and adapter; serve_… is a `vllm
+serve` on loopback, read by the server engine. The exit code is 7 if a figure is above --tolerance (1e-3 in float32) or
+a readout fails.
 """
 
 from __future__ import annotations
@@ -131,30 +132,33 @@ def compared(engine: Any, args: argparse.Namespace, wanted: Sequence[float]) -> 
     return figures
 
 
-def in_process(readout: str, adapter: str | None, share: bool, args: argparse.Namespace) -> Any:
-    """A vLLM engine in this process."""
+def in_process(readout: str, args: argparse.Namespace, said: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A vLLM engine in this process: base and adapter, with the prefix cache and without."""
     from pd_rerank.engines.vllm import VLLMEngine
 
-    exported = readout == "export"
-    canary = None if exported else Path(args.work) / f"{'lora' if adapter else 'base'}-canary.json"
-    return VLLMEngine(
-        Path(args.work) / "classifier" if exported else args.model,
+    work, adapter, exported = Path(args.work), said["adapter"], readout == "export"
+    engine = VLLMEngine(
+        work / "classifier" if exported else args.model,
         adapter=None if exported else adapter,
-        slot_readout="pooling" if exported else readout,
+        slot_readout="pooling" if exported else readout,  # type: ignore[arg-type]
         dtype=args.dtype,
-        share_prefix=share,
-        canary=canary,
+        canary=None if exported else work / "lora-canary.json",
         max_length=args.max_length,
         vllm_kwargs=SMALL,
     )
+    for with_adapter in (True,) if exported else (True, False):
+        for share in (True, False):
+            one = engine.using(adapter if with_adapter and not exported else None, share_prefix=share)
+            figures = compared(one, args, said["grades"]["lora" if with_adapter else "base"])
+            yield {"lora": with_adapter, "prefix_cache": one.describe()["share_prefix"], **figures}
 
 
 @contextmanager
-def over_http(readout: str, adapter: str | None, share: bool, args: argparse.Namespace) -> Iterator[Any]:
-    """A server engine on a `vllm serve` of its own."""
+def serving(readout: str, adapter: str, args: argparse.Namespace) -> Iterator[str]:
+    """The address of a `vllm serve` of its own, once it answers."""
     from pd_rerank.embedded import resolve_model
+    from pd_rerank.engines.http import Client, Response
     from pd_rerank.engines.loading import load_tokenizer
-    from pd_rerank.engines.server import ServerEngine
     from pd_rerank.prompt import GradePrompt
 
     with socket.socket() as probe:
@@ -163,9 +167,7 @@ def over_http(readout: str, adapter: str | None, share: bool, args: argparse.Nam
     folder = resolve_model(args.model, quiet=True)
     words = ["serve", folder, "--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--dtype", args.dtype, "--max-model-len", str(args.max_length), "--enforce-eager", "--max-num-seqs", "8"]
-    words += ["--enable-prefix-caching"] if share else ["--no-enable-prefix-caching"]
-    if adapter:
-        words += ["--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"ad1={adapter}"]
+    words += ["--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"ad1={adapter}"]
     if readout == "serve_pooling":
         tokenizer, config, _ = load_tokenizer(args.model, quiet=True)
         names = [tokenizer.convert_ids_to_tokens(g) for g in GradePrompt(tokenizer).grade_ids]
@@ -176,24 +178,15 @@ def over_http(readout: str, adapter: str | None, share: bool, args: argparse.Nam
     with (Path(args.work) / f"{readout}.log").open("w") as log:
         server = subprocess.Popen([sys.executable, "-c", SERVE, *words], stdout=log, stderr=log)
     try:
-        until = time.monotonic() + args.patience
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + args.patience
         while True:
-            try:
-                engine = ServerEngine(
-                    args.model,
-                    server=f"http://127.0.0.1:{port}",
-                    adapter="ad1" if adapter else None,
-                    slot_readout=readout.removeprefix("serve_"),  # type: ignore[arg-type]
-                    canary=Path(args.work) / f"{'lora' if adapter else 'base'}-canary.json",
-                    quiet=True,
-                )
-                break
-            except FileNotFoundError:
-                if server.poll() is not None or time.monotonic() > until:
-                    raise
-                time.sleep(1)
-        yield engine
-        engine.close()
+            with Client(url, attempts=1, timeout_s=5) as client:
+                if isinstance(client.get("v1/models"), Response):
+                    break
+            if server.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"vllm serve did not start; see {readout}.log")
+            time.sleep(1)
+        yield url
     finally:
         server.terminate()
         try:
@@ -202,22 +195,38 @@ def over_http(readout: str, adapter: str | None, share: bool, args: argparse.Nam
             server.kill()
 
 
-def child(args: argparse.Namespace) -> dict[str, Any]:
-    """One comparison, in the process it was started for."""
+def over_http(readout: str, args: argparse.Namespace, said: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The server engine: base and adapter of one server."""
+    from pd_rerank.engines.server import ServerEngine
+
+    with serving(readout, said["adapter"], args) as url:
+        for with_adapter in (False, True):
+            kind = "lora" if with_adapter else "base"
+            engine = ServerEngine(
+                args.model,
+                server=url,
+                adapter="ad1" if with_adapter else None,
+                slot_readout=readout.removeprefix("serve_"),  # type: ignore[arg-type]
+                canary=Path(args.work) / f"{kind}-canary.json",
+                quiet=True,
+            )
+            yield {"lora": with_adapter, **compared(engine, args, said["grades"][kind])}
+            engine.close()
+
+
+def child(args: argparse.Namespace) -> Any:
+    """One readout's comparisons, in the process started for it."""
     if args.child == "reference":
         return reference(args)
-    readout, with_adapter, share = json.loads(args.child)
     said = json.loads((Path(args.work) / "reference.json").read_text())
-    adapter = said["adapter"] if with_adapter else None
-    wanted = said["grades"]["lora" if with_adapter else "base"]
+    compare = over_http if args.child.startswith("serve_") else in_process
+    rows: list[dict[str, Any]] = []
     try:
-        if readout.startswith("serve_"):
-            with over_http(readout, adapter, share, args) as engine:
-                return compared(engine, args, wanted)
-        engine = in_process(readout, adapter, share, args)
-        return {**compared(engine, args, wanted), "share_prefix": engine.describe()["share_prefix"]}
+        for row in compare(args.child, args, said):
+            rows.append({"readout": args.child, **row})
     except PdRerankError as error:
-        return {"error": str(error)}
+        rows.append({"readout": args.child, "error": str(error)})
+    return rows
 
 
 def run(what: str, args: argparse.Namespace) -> Any:
@@ -263,11 +272,10 @@ def main() -> None:
         moved = float(np.abs(np.subtract(said["grades"]["lora"], said["grades"]["base"])).max())
         rows: list[dict[str, Any]] = []
         for readout in args.only:
-            for with_adapter in (True,) if readout == "export" else (False, True):
-                for share in (True, False):
-                    found = run(json.dumps([readout, with_adapter, share]), args)
-                    rows.append({"readout": readout, "lora": with_adapter, "prefix_cache": share, **found})
-                    print(json.dumps(rows[-1]), flush=True)
+            found = run(readout, args)
+            fresh = found if isinstance(found, list) else [{"readout": readout, **found}]
+            print(*map(json.dumps, fresh), sep="\n", flush=True)
+            rows += fresh
     figures = [row[name]["largest"] for row in rows for name in ("in order", "reversed", "again") if name in row]
     report = {
         "model": args.model,

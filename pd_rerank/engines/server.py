@@ -28,7 +28,6 @@ from pd_rerank.engines.answers import (
     check_no_bias,
     completion_entries,
     corrected,
-    expected,
     generate_entries,
     one_anchor,
     picked,
@@ -483,20 +482,12 @@ class ServerEngine:
     def _prove_adapter(self) -> None:
         """Refuse an adapter the server takes by name but does not apply: it must change the probe's grades."""
         probe, ids = [_probe(self.tokenizer)], _digits(self.tokenizer)
-        if self.readout == "pooling":
-            with_it, without = self._read(probe, ids), self._read(probe, ids, served=self._base)
-            if np.array_equal(with_it[0], without[0], equal_nan=True):
-                self._idle()
-        elif np.array_equal(
-            expected(self._read(probe, ids)[0]), expected(self._read(probe, ids, served=self._base)[0]), equal_nan=True
-        ):
-            self._idle()
-
-    def _idle(self) -> None:
-        raise ModelMismatch(
-            f"the adapter '{self.served}' changes nothing at {self._client.base_url}: a probe is read as by "
-            f"'{self._base}'; the server lists it without applying it"
-        )
+        with_it, without = self._read(probe, ids)[0], self._read(probe, ids, served=self._base)[0]
+        if np.array_equal(with_it, without, equal_nan=True):
+            raise ModelMismatch(
+                f"the adapter '{self.served}' changes nothing at {self._client.base_url}: a probe is read as by "
+                f"'{self._base}'; the server lists it without applying it"
+            )
 
 
 def _parsed(outcome: Response | Failure, read: Callable[[Response], FloatArray]) -> FloatArray | str:

@@ -160,8 +160,11 @@ class VLLMEngine:
         """The `reranker.json` of the adapter, or of the model folder, or None."""
         return self._chosen.card if self._chosen else self._card
 
-    def using(self, adapter: str | os.PathLike[str] | None) -> Self:
-        """This engine with another of its adapters, or with none: the same vLLM underneath, proved like the first."""
+    def using(self, adapter: str | os.PathLike[str] | None, *, share_prefix: bool = True) -> Self:
+        """This engine with another of its adapters, or with none: the same vLLM underneath, proved like the first.
+
+        `share_prefix` False leaves the prefix cache unread; True reads it where the engine itself does.
+        """
         opened = {a.source: a for a in self._opened}
         if adapter is not None and str(adapter) not in opened:
             raise BadArgument(
@@ -170,9 +173,11 @@ class VLLMEngine:
             )
         other = copy.copy(self)
         other._chosen = None if adapter is None else opened[str(adapter)]
-        other._canary = None
-        other._asked_canary = False if self._asked_canary is False else None
-        other._start()
+        other._share = self._share and share_prefix
+        if other._chosen is not self._chosen:
+            other._canary = None
+            other._asked_canary = False if self._asked_canary is False else None
+            other._start()
         return other
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -335,6 +340,8 @@ class VLLMEngine:
         if not _knows(self._vllm.SamplingParams, "logprob_token_ids"):
             more = {"logprobs": _TOP}
         asked = [(p, slot) for p in prompts for slot in p.slots.tolist()[::-1]]
+        if not self._share:
+            more["skip_reading_prefix_cache"] = True
         params = [self._sampling(**more)] * len(asked)
         tokens = _tokens(p.token_ids[: slot + 1] for p, slot in asked)
         outputs = iter(self._llm.generate(tokens, params, lora_request=lora, use_tqdm=False))

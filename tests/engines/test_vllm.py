@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pd_rerank.engines import load_engine
-from pd_rerank.errors import BadArgument, EngineFailure, ModelMismatch
+from pd_rerank.errors import BadArgument, EngineFailure, MissingExtra, ModelMismatch
 from tests.engines.fake_vllm import Behaviour, install, vllm
 from tests.engines.tiny import save_adapter
 from tests.tokenizers_for_tests import byte_level
@@ -140,7 +140,9 @@ def test_several_adapters_stand_over_one_base(folder: Path, adapter: Path, vllm:
     assert compared(made, hf(folder, adapter=adapter)) < 1e-4
     assert compared(none, hf(folder)) < 1e-4
     assert (none.describe()["adapter"], other.describe()["adapter"]["rank"]) == (None, 20)
-    assert len(vllm.loads) == 1
+    vllm.cached = 0
+    assert compared(made.using(second, share_prefix=False), hf(folder, adapter=second)) < 1e-4
+    assert (vllm.cached, len(vllm.loads)) == (0, 1)
     with pytest.raises(BadArgument, match="none of the adapters"):
         made.using(tmp_path / "ad3")
 
@@ -165,6 +167,12 @@ def test_a_classifier_export_is_read_by_its_card_over_any_number_of_gpus(
     assert compared(made, hf(folder, adapter=adapter)) < 1e-4
     with pytest.raises(ModelMismatch, match="read by 'pooling' alone"):
         engine(tmp_path / "cls", slot_readout="one_token")
+
+
+def test_without_vllm_the_command_that_installs_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'pd-rerank\[vllm\]'"):
+        engine(folder)
 
 
 # -- what would go wrong silently -------------------------------------------------------------------------------
