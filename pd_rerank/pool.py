@@ -221,6 +221,8 @@ def _counted(pools: Iterable[Pool], counts: dict[str, int]) -> Iterator[dict[str
     for pool in pools:
         if pool.query_id in seen:
             raise InvalidData(f"query '{pool.query_id}' has two pools; give every query its own id")
+        if not pool.query.strip():
+            raise InvalidData(f"query '{pool.query_id}' has no text, and could not be read back; write one or drop it")
         seen.add(pool.query_id)
         counts["queries"] += 1
         counts["candidates"] += len(pool)

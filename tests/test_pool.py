@@ -87,9 +87,17 @@ candidates = st.builds(
 pools = st.builds(
     Pool,
     query_id=ids,
-    query=st.text(),
+    query=st.text().filter(str.strip),
     candidates=st.lists(candidates, max_size=4, unique_by=lambda c: c.doc_id).map(tuple),
 )
+
+
+def test_a_query_without_text_is_neither_written_nor_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidData, match="query 'q1' has no text"):
+        write_pools(tmp_path / "set", [pool(query=" ")])
+    (tmp_path / "p.jsonl").write_text('{"query": {"qid": "q1", "text": " "}, "candidates": []}\n')
+    with pytest.raises(InvalidData, match=r"p\.jsonl:1: query 'q1' has no text"):
+        read_pools(tmp_path / "p.jsonl")
 
 
 @settings(deadline=None)

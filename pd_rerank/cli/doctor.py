@@ -161,7 +161,7 @@ def prove_model(
     if alone:
         if described.get("adapter") is None:
             raise BadArgument(f"'{adapter}' is a model of its own, not an adapter; give it as --model")
-        base = described["path"]
+        base = described["model"]
         # What was said of the hub's revision was said of the adapter; the base is the one just loaded.
         options = {**options, "revision": described.get("commit")}
     card = getattr(loaded, "adapter_card", None)

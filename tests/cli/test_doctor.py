@@ -188,7 +188,7 @@ def test_a_model_is_not_taken_for_an_adapter(cli: Run, trained: Path) -> None:
         (("--engine", "fake", "--dtype", "bf16"), "--dtype means nothing to --engine fake"),
         (("--engine", "fake", "--model", "x", "--adapter", "y"), "--adapter means nothing to --engine fake"),
         (("--engine", "fake", "--trust-remote-code"), "--trust-remote-code means nothing to --engine fake"),
-        (("--engine", "vlm", "--model", "x"), "unknown engine 'vlm'; choose one of hf, fake"),
+        (("--engine", "vlm", "--model", "x"), "unknown engine 'vlm'; choose one of hf, vllm, server, fake"),
         (("--model", "x", "--markers", "beta"), "unknown markers 'beta'"),
         (("--model", "x", "--rubric", "nonesuch"), "unknown rubric 'nonesuch'"),
     ],
