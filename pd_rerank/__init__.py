@@ -40,9 +40,11 @@ _HOME = {
     "score_pools": "scoring",
     "ScoreTable": "scores",
     "Scoring": "scoring",
+    "ServerEngine": "engines.server",
     "Settle": "decisions",
     "SlotResidual": "scores",
     "Threshold": "decisions",
+    "VLLMEngine": "engines.vllm",
     "write_pools": "pool",
     "write_run": "files",
     "write_scores": "scores",
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from pd_rerank.engines.fake import FakeEngine as FakeEngine
     from pd_rerank.engines.generated import GeneratedEngine as GeneratedEngine
     from pd_rerank.engines.hf import HFEngine as HFEngine
+    from pd_rerank.engines.server import ServerEngine as ServerEngine
+    from pd_rerank.engines.vllm import VLLMEngine as VLLMEngine
     from pd_rerank.errors import (
         BadArgument as BadArgument,
     )
