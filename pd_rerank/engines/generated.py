@@ -333,7 +333,6 @@ class _Answers:
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self._memory: OrderedDict[str, _Answer] = OrderedDict()
-        self._own: set[str] = set()
         self.from_disk = 0
         self._run = f"{uuid.uuid4().hex}.json"
         if folder is None:
@@ -376,7 +375,7 @@ class _Answers:
         """Whether there is an answer; it is then in memory until `forget`."""
         if key not in self._memory and self.folder is not None and (answer := self._read(key)) is not None:
             self._memory[key] = answer
-            self.from_disk += key not in self._own
+            self.from_disk += 1
         return key in self._memory
 
     def __getitem__(self, key: str) -> _Answer:
@@ -385,7 +384,6 @@ class _Answers:
     def keep(self, key: str, answer: _Answer) -> None:
         """Keep an answer; with a folder it is on disk, whole, when this returns."""
         self._memory[key] = answer
-        self._own.add(key)
         if self.folder is not None:
             write_json(self._path(key), {"request_sha256": key, **answer.as_json()})
 

@@ -201,7 +201,7 @@ class Client:
             todo.put(i)
 
         def work() -> None:
-            while not stop.is_set():
+            while True:
                 try:
                     i = todo.get_nowait()
                 except queue.Empty:

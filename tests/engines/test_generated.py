@@ -11,7 +11,7 @@ import pytest
 
 from pd_rerank.engines.base import Engine
 from pd_rerank.engines.fake import FakeEngine
-from pd_rerank.engines.generated import GeneratedEngine, answer_schema, read_grades, without_thinking
+from pd_rerank.engines.generated import GeneratedEngine, _key_of, answer_schema, read_grades, without_thinking
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData
 from pd_rerank.pool import Candidate, Pool
 from pd_rerank.prompt import ChatPrompt, GradePrompt
@@ -329,6 +329,13 @@ def test_answers_made_with_other_settings_are_refused(tmp_path: Path, other: dic
             engine(server.url, cache=folder, **other)
         with pytest.raises(BadArgument, match=r"\(model differ\)"):
             GeneratedEngine("another", server=server.url, cache=folder)
+
+
+def test_whatever_is_sent_is_in_the_key_of_an_answer() -> None:
+    body = {"model": "a", "messages": [{"role": "user", "content": "b"}], "seed": 1, "response_format": {"type": "c"}}
+    others = [body | {name: "other"} for name in body] + [{k: v for k, v in body.items() if k != "seed"}]
+    assert len({_key_of(one) for one in (body, *others)}) == 6
+    assert _key_of(dict(reversed(body.items()))) == _key_of(body)
 
 
 def test_other_prompts_are_other_answers(tmp_path: Path) -> None:
