@@ -250,11 +250,11 @@ class PoolJob:
         """Whether the folder holds these pools already; refuse it if it holds others."""
         if self.folder.exists() and not self.folder.is_dir():
             raise BadArgument(f"{self.folder} is a file; name a folder for the pools")
-        if overwrite or not self.folder.exists():
+        if not self.folder.exists():
             return False
         if foreign := sorted(entry.name for entry in self.folder.iterdir() if entry.name not in _OUTPUT):
             raise BadArgument(f"{self.folder} holds '{foreign[0]}', which is no part of a pool folder; name another")
-        if not (self.folder / _MANIFEST).exists():
+        if overwrite or not (self.folder / _MANIFEST).exists():
             return False
         record = read_json(self.folder / _MANIFEST)
         settings = record.get("settings") if isinstance(record, dict) else None

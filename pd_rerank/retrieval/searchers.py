@@ -182,7 +182,7 @@ def fetch_texts(
         cure = (
             "index and texts are of different collections, or it stores no texts: give a text index or corpus file"
             if len(missing) == len(wanted)
-            else "give the texts the index was made from, or a higher limit"
+            else "give the texts the index was made from, or a higher missing_limit"
         )
         raise InvalidData(
             f"{len(missing)} of {len(wanted)} documents have no text in {name} ({some}), more than the share of "

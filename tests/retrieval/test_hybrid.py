@@ -217,8 +217,9 @@ def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(tmp_p
         job(tmp_path / "out")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
-    with pytest.raises(BadArgument, match=r"holds 'notes\.txt', which is no part of a pool folder"):
-        job(tmp_path / "other")
+    for overwrite in (False, True):
+        with pytest.raises(BadArgument, match=r"holds 'notes\.txt', which is no part of a pool folder"):
+            job(tmp_path / "other", overwrite=overwrite)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
