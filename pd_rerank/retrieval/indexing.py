@@ -35,7 +35,7 @@ from pd_rerank.files import (
 )
 from pd_rerank.retrieval.corpus import Corpus, Document, Empty, check_corpus, with_text
 from pd_rerank.retrieval.encoders import DenseEncoder, Encoder, SpladeEncoder, quantised
-from pd_rerank.retrieval.java import java_class, java_thread, start_java
+from pd_rerank.retrieval.java import check_language, java_class, java_thread, start_java
 from pd_rerank.retrieval.searchers import MANIFEST, Kind
 
 logger = logging.getLogger("pd_rerank")
@@ -84,6 +84,7 @@ def index_bm25(
     if job.finished is not None:
         return job.finished
     start_java()
+    check_language(language)
     lines = job.shards / "documents"
     shutil.rmtree(lines, ignore_errors=True)
     stored = ({"id": d.doc_id, "contents": d.text} for d in with_text(checked))

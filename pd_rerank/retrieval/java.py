@@ -128,6 +128,14 @@ def java_class(name: str) -> Any:
     return jnius.autoclass(name)
 
 
+def check_language(language: str) -> None:
+    """Refuse a language code without an analyzer, for which Anserini would silently take the English one."""
+    analyzers = java_class("io.anserini.analysis.AnalyzerMap").analyzerMap
+    if language != "en" and not analyzers.containsKey(language):
+        known = ", ".join(sorted(["en", *map(str, analyzers.keySet().toArray())]))
+        raise BadArgument(f"no analyzer for language '{language}'; choose {known}")
+
+
 @contextmanager
 def java_thread() -> Iterator[None]:
     """Let the current thread go from Java at the end; the main thread stays.

@@ -26,7 +26,7 @@ from pd_rerank.errors import BadArgument, InvalidData, MissingResource, ModelMis
 from pd_rerank.files import document_text, read_json
 from pd_rerank.retrieval.corpus import ENDINGS, documents
 from pd_rerank.retrieval.encoders import Encoder, Vectors, load_encoder, quantised
-from pd_rerank.retrieval.java import java_class, java_thread, pyserini_module, start_java
+from pd_rerank.retrieval.java import check_language, java_class, java_thread, pyserini_module, start_java
 
 logger = logging.getLogger("pd_rerank")
 
@@ -347,6 +347,7 @@ class BM25Searcher(_LuceneSearcher):
         self._analyzer = self._set_up()
 
     def _set_up(self) -> Any:
+        check_language(self.language)
         similarity = java_class("org.apache.lucene.search.similarities.BM25Similarity")(self.k1, self.b)
         self._searcher.setSimilarity(similarity)
         simple = java_class("io.anserini.search.SimpleSearcher")(str(self.index))
