@@ -117,9 +117,19 @@ def clear_left_overs(path: str | Path) -> None:
             shutil.rmtree(left_over, ignore_errors=True)
 
 
+def check_place(path: str | Path) -> None:
+    """Refuse a path that nothing can be written at: below a file, or where this user may not write."""
+    above = next(place for place in Path(path).absolute().parents if place.exists())
+    if not above.is_dir():
+        raise BadArgument(f"{path} cannot be written: {above} is a file; name another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise BadArgument(f"{path} cannot be written: no permission in {above}; name another place")
+
+
 def check_folder(path: str | Path, *, holds: Collection[str]) -> None:
     """Refuse what `whole_folder` could not replace: a file, or a folder that holds anything but `holds`."""
     target = Path(path)
+    check_place(target)
     if not target.exists():
         return
     if not target.is_dir():

@@ -43,11 +43,15 @@ def stability(
     from pd_rerank.evaluation.gates import check, gates_of
     from pd_rerank.evaluation.report_stability import Rule, measure, stability_report
     from pd_rerank.evaluation.systems import read_system
-    from pd_rerank.files import read_qrels
+    from pd_rerank.files import check_place, read_qrels
     from pd_rerank.pool import read_pools
 
     gates = gates_of(GATES, settings.model_dump())
     draw = check_output(settings.output)
+    if settings.save_threshold is not None:
+        check_place(settings.save_threshold)
+        if settings.save_threshold.is_dir():
+            raise BadArgument(f"--save-threshold {settings.save_threshold} is a folder; name a file")
     rule = None if settings.threshold is None else Rule.parse(settings.threshold)
     if rule is not None and rule.objective == "matched":
         raise BadArgument("--threshold matched is for compare: it takes two systems")

@@ -105,7 +105,9 @@ def measure_all(
     sets of different size are compared. Source: method, 5.3.
     """
     shown = {system.name: system.shown() for system in systems if system.presentations > 1}
-    if not shown or rule is None or rule.given is not None:
+    if rule is not None and not shown:
+        raise BadArgument("--threshold is of retained sets under reordering, and no system holds several presentations")
+    if rule is None or rule.given is not None:
         given = None if rule is None else rule.given
         return {
             name: measure_at(queries, given, qrels=qrels, k=k, min_grade=min_grade) for name, queries in shown.items()

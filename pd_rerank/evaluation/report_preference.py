@@ -105,7 +105,9 @@ def ranker_of(
     What decided is told of the window, or of the whole pool with the first stage breaking ties, as though it were one.
     """
     scores = aligned(cases, system.scores())
-    if all(np.isnan(values).all() for values in scores if values.size):
+    if not any(values.size for values in scores):
+        raise InvalidData("none of the pairs' queries has a pool; are the pools of other queries?")
+    if all(np.isnan(values).all() for values in scores):
         raise InvalidData(f"'{system.name}' scores no candidate of these pools; are both of the same queries?")
     whole = max(1, *(len(case.doc_ids) for case in cases))
     rows: list[Reranked] = window_rerank(cases, scores, k=window or whole, fallback=fallback)

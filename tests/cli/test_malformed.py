@@ -133,6 +133,7 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, int, tuple[str, ...]]] = [
     ("name without a path", (*EVALUATE[:2], "x=", *EVALUATE[3:]), nothing, 2, ("NAME=PATH",)),
     ("unknown option", (*EVALUATE, "--qrles", "x"), nothing, 2, ("--qrles",)),
     ("report into a file", (*EVALUATE, "--output", "qrels.txt"), nothing, 2, ("qrels.txt is a file", "folder")),
+    ("report below a file", (*EVALUATE, "--output", "qrels.txt/report"), nothing, 2, ("qrels.txt is a file",)),
     ("report over other things", (*EVALUATE, "--output", "pools"), nothing, 2, ("pools holds", "another folder")),
     ("unknown key in a config file", ("evaluate", "--config", "c.yaml"), text("c.yaml", "qrel: x\n"), 2,
      ("c.yaml", "'qrel'", "qrels")),
@@ -161,6 +162,10 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, int, tuple[str, ...]]] = [
     ("F1 without judgements", (*STABILITY, "--threshold", "f1"), nothing, 2, ("--qrels",)),
     ("overlap gate without a threshold", (*STABILITY, "--min-overlap", ".9"), nothing, 2, ("needs --threshold",)),
     ("gate NaN", (*STABILITY, "--max-psi", "nan"), nothing, 2, ("--max-psi", "finite")),
+    ("threshold saved below a file", (*STABILITY, "--threshold", "retention=.5", "--save-threshold", "run.trec/t"),
+     nothing, 2, ("run.trec is a file", "another place")),
+    ("threshold saved over a folder", (*STABILITY, "--threshold", "retention=.5", "--save-threshold", "pools"),
+     nothing, 2, ("--save-threshold pools is a folder", "name a file")),
     # pairs and pools
     ("pair that is no JSON", PREFERENCE, line("pairs.jsonl", "{'a': 1}"), 5, ("pairs.jsonl:4", "not JSON")),
     ("pair that is a list", PREFERENCE, line("pairs.jsonl", "[1, 2]"), 5, ("pairs.jsonl:4", "this is a list")),
@@ -176,7 +181,8 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, int, tuple[str, ...]]] = [
      ("pairs.jsonl:4", "pairs.jsonl:1", "give every line its id")),
     ("no pairs", PREFERENCE, text("pairs.jsonl", "\n"), 5, ("pairs.jsonl holds no pairs",)),
     ("pairs of other queries", PREFERENCE,
-     text("pairs.jsonl", '{"query_id": "q9", "preferred": "A", "rejected": "B"}\n'), 5, ("same queries",)),
+     text("pairs.jsonl", '{"query_id": "q9", "preferred": "A", "rejected": "B"}\n'), 5,
+     ("none of the pairs' queries has a pool",)),
     ("pairs whose text is another", PREFERENCE,
      text("pairs.jsonl", '{"query_id": "q1", "query": "else", "preferred": "A", "rejected": "B"}\n'), 5,
      ("pool 'q1'", "leave the text out")),
@@ -194,6 +200,8 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, int, tuple[str, ...]]] = [
     ("pairs to compare by without pools", (*COMPARE, "--pairs", "pairs.jsonl"), nothing, 2, ("--pools",)),
     ("matched retention against one presentation", (*COMPARE, "s=scores", "--threshold", "matched"), nothing, 2,
      ("baseline 'run'", "one presentation")),
+    ("threshold without presentations", (*COMPARE, "--threshold", "0.5"), nothing, 2,
+     ("--threshold", "no system holds several presentations")),
 ]  # fmt: skip
 
 
