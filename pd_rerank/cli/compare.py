@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,9 @@ import typer
 from pd_rerank.cli.flags import flags
 from pd_rerank.cli.results import check_output, deliver
 from pd_rerank.config import CompareSettings, load
-from pd_rerank.errors import BadArgument
+from pd_rerank.errors import BadArgument, InvalidData
+
+logger = logging.getLogger("pd_rerank")
 
 
 @flags(CompareSettings)
@@ -52,7 +55,16 @@ def compare(
         raise BadArgument(f"'{names[0]}' is the only system, with {len(settings.systems)} runs; name another")
     if baseline not in names:
         raise BadArgument(f"--baseline {baseline} is none of the systems {', '.join(names)}")
+    first = set(named[names.index(baseline)].query_ids)
     for system in named:
+        both = len(first & set(system.query_ids))
+        if not both:
+            raise InvalidData(f"'{system.name}' and '{baseline}' have no query in common; give output of one query set")
+        if both < max(len(first), len(system.query_ids)):
+            logger.warning(
+                "'%s' has %d queries, '%s' %d, %d in common: means are over each one's own, differences over those",
+                *(system.name, len(system.query_ids), baseline, len(first), both),
+            )
         if pools is not None:
             system.check_pools(pools)
         if rule is not None:

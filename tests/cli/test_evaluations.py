@@ -280,6 +280,18 @@ def test_preference_gates(cli: Cli, folder: Path) -> None:
 # -- compare -------------------------------------------------------------------------------------------------------
 
 
+def test_systems_without_a_common_query_are_not_compared(cli: Cli, folder: Path) -> None:
+    (folder / "alien.trec").write_text("".join(f"zz Q0 d{i} {i} {9 - i} x\n" for i in range(1, 4)))
+    done = cli("compare", f"a={folder / 'run.trec'}", f"b={folder / 'alien.trec'}")
+    assert done.exit_code == 5
+    assert "'b' and 'a' have no query in common" in done.stderr
+    lines = (folder / "run.trec").read_text().splitlines(keepends=True)
+    (folder / "part.trec").write_text("".join(line for line in lines if line.split()[0] == lines[0].split()[0]))
+    words = (f"a={folder / 'run.trec'}", f"b={folder / 'part.trec'}", "--qrels", folder / "qrels.txt")
+    done = cli("compare", *words)
+    assert "'b' has 1 queries" in done.stderr
+
+
 def test_systems_are_compared_query_by_query(cli: Cli, folder: Path) -> None:
     write_scored(folder / "steady", dict.fromkeys(QUERIES, STEADY))
     words = (folder / "scores", f"still={folder / 'steady'}", f"first={folder / 'run.trec'}")
