@@ -72,19 +72,23 @@ def _shown(logits: FloatArray) -> str:
     return "[" + ", ".join(f"{value:.3f}" for value in expected(logits)[:4]) + "]"
 
 
-def write_canary(engine: Engine, prompt: WindowPrompt, grade_ids: Sequence[int], place: str | Path) -> Canary:
-    """Read `prompt` with `engine` (the transformers one) and keep what it said in the folder or .json file `place`."""
+def canary_of(engine: Engine, prompt: WindowPrompt, grade_ids: Sequence[int], *, model: str | None = None) -> Canary:
+    """What `engine` (the transformers one) reads from `prompt`; `model` is its name, else the engine's."""
     (logits,) = engine.grade_logits([prompt], grade_ids)
     if not np.isfinite(logits).all():
         raise BadArgument("the canary's prompt has slots without grades in this engine; nothing to compare with")
-    said = engine.describe()
-    canary = Canary(
+    return Canary(
         prompt=prompt,
         grade_ids=tuple(int(g) for g in grade_ids),
         logits=logits,
-        dtype=str(said.get("dtype")),
-        model=engine.name,
+        dtype=str(engine.describe().get("dtype")),
+        model=model or engine.name,
     )
+
+
+def write_canary(engine: Engine, prompt: WindowPrompt, grade_ids: Sequence[int], place: str | Path) -> Canary:
+    """Read `prompt` with `engine` (the transformers one) and keep what it said in the folder or .json file `place`."""
+    canary = canary_of(engine, prompt, grade_ids)
     canary.write(place)
     return canary
 

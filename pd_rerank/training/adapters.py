@@ -21,7 +21,7 @@ import numpy as np
 from pd_rerank._extras import need
 from pd_rerank.engines.adapters import CARD, fingerprint, fold_adapter, open_adapter
 from pd_rerank.engines.base import FloatArray, WindowPrompt
-from pd_rerank.engines.canary import Canary
+from pd_rerank.engines.canary import Canary, canary_of
 from pd_rerank.engines.hf import HFEngine
 from pd_rerank.engines.loading import no_bars
 from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch, PdRerankError
@@ -48,7 +48,8 @@ class AdapterCard:
     `base` is the model it was trained on (short name, hub id or folder) at `base_revision`; `window`, `partition` and
     `max_length` are how it was shown candidates, `loss`, `weight` (λ) and `step` how it was trained, `settings` the
     rest of that and `data` what it was trained on, both JSON values. `heldout` is its own evaluation, `beside` those of
-    other arms on the same queries, `choice` why it was kept. `limits` are sentences for its model card.
+    other arms on the same queries, `choice` why it was kept. `limits` are sentences for its model card. `fingerprint`
+    is the base's where the model is not asked for it, being shared out among processes.
     """
 
     base: str
@@ -66,6 +67,7 @@ class AdapterCard:
     choice: Choice | None = None
     limits: Sequence[str] = ()
     licence: str | None = None
+    fingerprint: str | None = None
 
 
 def save_adapter(
@@ -73,10 +75,12 @@ def save_adapter(
 ) -> Path:
     """Save the active adapter of a PEFT model as a folder `OCSFTBatchedReranker(base, adapter=folder)` takes.
 
-    `dtype` (a torch dtype) casts the saved weights; scores then equal those of the cast weights. A folder already there
-    is replaced if it was written here, and stays as it is if anything fails. Raises `InvalidData` for weights that are
-    not finite, `BadArgument` for a card that is not JSON or a folder with anything else in it, `OSError` where the disk
-    is full.
+    `dtype` (a torch dtype) casts the saved weights; scores then equal those of the cast weights. What the model with
+    these weights reads from a probe is kept beside them as `canary.json`, for engines to be held to; a model that
+    cannot be read now is saved without one, and a warning says why; so is one shared out among processes
+    (`card.fingerprint`). A folder already there is replaced if it was written here, and stays as it is if anything
+    fails. Raises `InvalidData` for weights that are not finite, `BadArgument` for a card that is not JSON or a folder
+    with anything else in it, `OSError` where the disk is full.
     """
     peft = need("peft", extra="train", purpose="adapters are saved through PEFT")
     import torch
@@ -94,16 +98,56 @@ def save_adapter(
     settings = copy.deepcopy(model.peft_config[name])
     settings.base_model_name_or_path, settings.revision = card.base, card.base_revision
     settings.inference_mode = True
+    canary = None
+    if card.fingerprint is None:  # else one process alone cannot run the model
+        with _carrying(model, tensors):
+            canary = _canary(model, tokenizer, prompt, name=card.base)
     with _whole(target) as fresh:
         save_file(tensors, str(fresh / "adapter_model.safetensors"), metadata={"format": "pt"})
         settings.save_pretrained(str(fresh))
         tokenizer.save_pretrained(str(fresh))
+        if canary is not None:
+            canary.write(fresh)
         _finish(fresh, record, title=target.name)
     return target
 
 
+def _canary(model: Any, tokenizer: Any, prompt: GradePrompt, *, name: str) -> Canary | None:
+    """The probe of all documents as `model` reads it; None, with a warning, where it does not."""
+    try:
+        engine = HFEngine(model, tokenizer=tokenizer)
+        return canary_of(engine, probe_windows(engine, prompt)[0], prompt.grade_ids, model=name)
+    except PdRerankError as error:
+        logger.warning("the adapter is saved without a canary: %s", error)
+        return None
+
+
+@contextmanager
+def _carrying(model: Any, tensors: Mapping[str, Any]) -> Iterator[None]:
+    """`model` with the weights that are saved, its adapter taking inputs as they come; afterwards as it was."""
+    import peft
+
+    name = model.active_adapter
+    state = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    before = {key: weight.detach().clone() for key, weight in state.items() if weight.dtype != tensors[key].dtype}
+    layers = [layer for layer in model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
+    casts = [layer.cast_input_dtype_enabled for layer in layers]
+    try:
+        for layer in layers:
+            layer.cast_input_dtype_enabled = True
+        if before:
+            peft.set_peft_model_state_dict(model, dict(tensors), adapter_name=name)
+        yield
+    finally:
+        if before:
+            peft.set_peft_model_state_dict(model, before, adapter_name=name)
+        for layer, cast in zip(layers, casts, strict=True):
+            layer.cast_input_dtype_enabled = cast
+
+
 def adapter_record(model: Any, prompt: GradePrompt, card: AdapterCard) -> dict[str, Any]:
     """The content of `reranker.json`: the prompt as `GradePrompt.check_card` reads it, the base, training, figures."""
+    base = {"id": card.base, "revision": card.base_revision, "fingerprint": card.fingerprint or fingerprint(model)}
     record = {
         "format": "pd_rerank adapter 1",
         **prompt.describe(),
@@ -111,7 +155,7 @@ def adapter_record(model: Any, prompt: GradePrompt, card: AdapterCard) -> dict[s
         "window": card.window,
         "partition": card.partition,
         "max_length": card.max_length,
-        "base": {"id": card.base, "revision": card.base_revision, "fingerprint": fingerprint(model)},
+        "base": base,
         "loss": card.loss,
         "lambda": card.weight,
         "step": card.step,

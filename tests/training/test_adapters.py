@@ -28,6 +28,7 @@ peft = pytest.importorskip("peft")
 
 from pd_rerank import OCSFTBatchedReranker  # noqa: E402
 from pd_rerank.engines.adapters import fingerprint  # noqa: E402
+from pd_rerank.engines.canary import read_canary  # noqa: E402
 from pd_rerank.engines.hf import HFEngine  # noqa: E402
 from pd_rerank.training.adapters import (  # noqa: E402
     AdapterCard,
@@ -156,6 +157,63 @@ def test_only_the_active_adapter_is_saved_under_its_plain_name(base: Path, tmp_p
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
     assert not [path for path in folder.iterdir() if path.is_dir()]
     assert np.isfinite(scores(ranker(base, adapter=folder).score_pools(POOLS))).all()
+
+
+# -- its canary -----------------------------------------------------------------------------------------------------
+
+
+def test_the_canary_is_what_the_saved_adapter_reads_and_the_base_does_not(base: Path, tmp_path: Path) -> None:
+    folder = saved(base, tmp_path / "adapter")
+    canary = read_canary(folder)
+    served = ranker(base, adapter=folder)
+    assert canary.grade_ids == served.prompt.grade_ids
+    (read,) = served.engine.grade_logits([canary.prompt], canary.grade_ids)
+    assert np.array_equal(read, canary.logits)
+    assert canary.check(read, dtype="float32", what="the adapter") == 0
+    (bare,) = ranker(base).engine.grade_logits([canary.prompt], canary.grade_ids)
+    with pytest.raises(ModelMismatch, match=f"does not read its canary as {base} did"):
+        canary.check(bare, dtype="float32", what="the base")
+
+
+def test_the_canary_of_cast_weights_is_theirs_and_the_model_keeps_its_own(base: Path, tmp_path: Path) -> None:
+    model = trained(wide())
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    prompt = GradePrompt(byte_level())
+    half = save_adapter(tmp_path / "half", model, byte_level(), prompt, card(base), dtype=torch.bfloat16)
+    canary = read_canary(half)
+    (read,) = ranker(base, adapter=half).engine.grade_logits([canary.prompt], canary.grade_ids)
+    assert np.array_equal(read, canary.logits)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    (whole,) = HFEngine(model, tokenizer=byte_level()).grade_logits([canary.prompt], canary.grade_ids)
+    assert not np.array_equal(whole, canary.logits)
+
+
+def test_a_model_in_the_middle_of_training_is_left_as_it_was(base: Path, tmp_path: Path) -> None:
+    model = trained(wide().to(torch.bfloat16))
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.float()
+    layers = [m for m in model.modules() if hasattr(m, "cast_input_dtype_enabled")]
+    for layer in layers:  # as training in half precision has it
+        layer.cast_input_dtype_enabled = False
+    model.train()
+    chance = torch.random.get_rng_state()
+    folder = save_adapter(tmp_path / "a", model, byte_level(), GradePrompt(byte_level()), card(base))
+    assert read_canary(folder).dtype == "bfloat16"
+    assert all(m.training for m in model.modules())
+    assert not any(layer.cast_input_dtype_enabled for layer in layers)
+    assert torch.equal(chance, torch.random.get_rng_state())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_an_adapter_no_probe_fits_is_saved_without_a_canary(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    narrow = trained(wide(max_position_embeddings=64))
+    folder = save_adapter(tmp_path / "a", narrow, byte_level(), GradePrompt(byte_level()), card(base))
+    assert "saved without a canary" in caplog.text
+    assert not (folder / "canary.json").exists()
+    assert (folder / "adapter_model.safetensors").exists()
 
 
 # -- what it records ------------------------------------------------------------------------------------------------
