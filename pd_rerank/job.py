@@ -13,8 +13,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -283,72 +283,66 @@ class RerankJob:
     # -- scoring ----------------------------------------------------------------------------------------------
 
     def score(self, *, engine: Engine, prompt: Prompt, on_windows: OnWindows | None = None) -> None:
-        """Score what no shard holds yet, queries that failed before included; each shard is on disk before the next.
+        """Score what no shard holds yet, in this process; see `score_shards`."""
 
-        A query that cannot be scored is put into `failed` with the reason. Where the engine fails on a whole shard
-        before it has scored anything at all, its error is raised. Another process in the same folder is a
-        `BadArgument`; the folder is held until `write` is done.
+        def each(shards: Sequence[Sequence[Pool]]) -> Iterator[ScoredShard]:
+            self._read_by(loaded_as(engine, prompt))
+            for pools in shards:
+                seen = _Count(on_windows)
+                yield self.scorer(engine, prompt)(pools, progress=seen)
+                seen.up_to(sum(windows_of(pool, self.scoring) for pool in pools))
+
+        self.score_shards(each)
+
+    def scorer(self, engine: Engine, prompt: Prompt) -> ShardScorer:
+        """What scores one shard of this job with an engine, here or in another process."""
+        return ShardScorer(
+            engine=engine,
+            prompt=prompt,
+            scoring=self.scoring,
+            settle=self.settle,
+            readout=self.readout,
+            residual=self.residual,
+        )
+
+    def score_shards(self, each: Callable[[Sequence[Sequence[Pool]]], Iterable[ScoredShard]]) -> None:
+        """Have `each` score what no shard holds yet, queries that failed before included.
+
+        `each` is given the pools of every shard that is left and yields scored shards, in any order, from wherever they
+        are scored; each is on disk before the next is asked for. All must be scored by the same engine and prompt as
+        those there already. A query that cannot be scored is put into `failed` with the reason. Where the engine fails
+        on a whole shard before it has scored anything at all, its error is raised. Another process in the same folder
+        is a `BadArgument`; the folder is held until `write` is done.
         """
         try:
             if not self._start():
-                self._fill(engine=engine, prompt=prompt, on_windows=on_windows)
+                todo = [pool for pool in self.pools if pool.query_id not in self._tables]
+                shards = [todo[i : i + self.shard_size] for i in range(0, len(todo), self.shard_size)]
+                first = max((int(there.name) for there in self._shards()), default=-1) + 1
+                for number, shard in enumerate(each(shards), first):
+                    self._keep(number, shard)
         except BaseException:
             self._let_go()
             raise
 
-    def _fill(self, *, engine: Engine, prompt: Prompt, on_windows: OnWindows | None) -> None:
-        loaded = _plain({"engine": engine.describe(), "prompt": prompt.describe()})
+    def _read_by(self, loaded: Mapping[str, Any]) -> None:
+        """Record what scores are read by, or refuse it where another engine or prompt has begun."""
         record = self.folder / _SHARDS / "settings.json"
         if record.exists():
             self._same(_record(record).get("loaded"), loaded)
         else:
             write_json(record, {"settings": self.settings, "loaded": loaded})
-        self._loaded = loaded
-        todo = [pool for pool in self.pools if pool.query_id not in self._tables]
-        taken = [int(shard.name) for shard in self._shards()]
-        first = max(taken, default=-1) + 1
-        for i, start in enumerate(range(0, len(todo), self.shard_size)):
-            pools = todo[start : start + self.shard_size]
-            seen = _Count(on_windows)
-            tables, failed = self._score(pools, engine=engine, prompt=prompt, seen=seen)
-            self._tables.update({table.query_id: table for table in tables})
-            for pool in pools:
-                self.failed.pop(pool.query_id, None)
-            self.failed.update(failed)
-            write_scores(self.folder / _SHARDS / f"{first + i:06d}", tables, run={"failed": failed})
-            seen.up_to(sum(windows_of(pool, self.scoring) for pool in pools))
+        self._loaded = _plain(loaded)
 
-    def _score(
-        self, pools: Sequence[Pool], *, engine: Engine, prompt: Prompt, seen: _Count
-    ) -> tuple[list[ScoreTable], dict[str, str]]:
-        def ask(some: Sequence[Pool]) -> list[ScoreTable]:
-            return score_pools(
-                some,
-                engine=engine,
-                prompt=prompt,
-                scoring=self.scoring,
-                settle=self.settle,
-                readout=self.readout,
-                residual=self.residual,
-                progress=seen,
-            )
-
-        try:
-            return ask(pools), {}
-        except _QUERY_FAULTS as error:
-            first = error
-        tables: list[ScoreTable] = []
-        failed: dict[str, str] = {}
-        for pool in pools:
-            try:
-                tables += ask([pool])
-            except _QUERY_FAULTS as error:
-                logger.warning("query '%s' failed: %s", pool.query_id, error)
-                failed[pool.query_id] = str(error)
-        graded = any(table.doc_ids for table in (*tables, *self._tables.values()))
-        if not graded and isinstance(first, EngineFailure):
-            raise first
-        return tables, failed
+    def _keep(self, number: int, shard: ScoredShard) -> None:
+        if shard.fault is not None and not self._graded() and not any(table.doc_ids for table in shard.tables):
+            raise shard.fault
+        self._read_by(shard.loaded)
+        self._tables.update({table.query_id: table for table in shard.tables})
+        for table in shard.tables:
+            self.failed.pop(table.query_id, None)
+        self.failed.update(shard.failed)
+        write_scores(self.folder / _SHARDS / f"{number:06d}", shard.tables, run={"failed": shard.failed})
 
     # -- results ----------------------------------------------------------------------------------------------
 
@@ -436,6 +430,67 @@ class RerankJob:
                 for rank, i in enumerate(order.tolist(), 1)
             ],
         }
+
+
+def loaded_as(engine: Engine, prompt: Prompt) -> dict[str, Any]:
+    """What scores are read by, as plain values: they do not mix with those of another engine or prompt."""
+    loaded: dict[str, Any] = _plain({"engine": engine.describe(), "prompt": prompt.describe()})
+    return loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredShard:
+    """The score tables of one shard, the reason of each query that has none, and what they were read by.
+
+    `fault` is the engine's failure on all queries together, after which they were tried one by one.
+    """
+
+    tables: list[ScoreTable]
+    failed: dict[str, str]
+    loaded: Mapping[str, Any]
+    fault: EngineFailure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardScorer:
+    """Scores the pools of one shard in one engine call; where that fails, query by query."""
+
+    engine: Engine
+    prompt: Prompt
+    scoring: Scoring
+    settle: Settle | None = None
+    readout: Readout = "expected"
+    residual: SlotResidual | None = None
+
+    def __call__(self, pools: Sequence[Pool], *, progress: Callable[[int], None] | None = None) -> ScoredShard:
+        """Score `pools`; what one query's text or the engine can raise is a failed query, not an error."""
+        loaded = loaded_as(self.engine, self.prompt)
+        try:
+            return ScoredShard(tables=self._ask(pools, progress), failed={}, loaded=loaded)
+        except _QUERY_FAULTS as error:
+            first = error
+        tables: list[ScoreTable] = []
+        failed: dict[str, str] = {}
+        for pool in pools:
+            try:
+                tables += self._ask([pool], progress)
+            except _QUERY_FAULTS as error:
+                logger.warning("query '%s' failed: %s", pool.query_id, error)
+                failed[pool.query_id] = str(error)
+        fault = first if isinstance(first, EngineFailure) else None
+        return ScoredShard(tables=tables, failed=failed, loaded=loaded, fault=fault)
+
+    def _ask(self, pools: Sequence[Pool], progress: Callable[[int], None] | None) -> list[ScoreTable]:
+        return score_pools(
+            pools,
+            engine=self.engine,
+            prompt=self.prompt,
+            scoring=self.scoring,
+            settle=self.settle,
+            readout=self.readout,
+            residual=self.residual,
+            progress=progress,
+        )
 
 
 class _Count:

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -52,6 +53,10 @@ class Candidate:
     text: str
     score: float | None = None
     routes: Mapping[str, RouteHit] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy can be neither copied nor sent to another process.
+        return partial(Candidate, doc_id=self.doc_id, text=self.text, score=self.score, routes=dict(self.routes)), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

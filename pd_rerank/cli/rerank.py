@@ -65,8 +65,12 @@ def rerank(
     goes on where it stopped, and ends with the same files. Queries that cannot be scored are named, the others are
     written, and the exit code is 7.
     """
-    settings = load(RerankSettings, file=config, given=given)
-    work = Work(settings)
+    work = Work(load(RerankSettings, file=config, given=given))
+    run(work, overwrite=overwrite, dry_run=dry_run, validate_only=validate_only, progress=progress)
+
+
+def run(work: Work, *, overwrite: bool, dry_run: bool, validate_only: bool, progress: bool | None) -> None:
+    """Do what `rerank` was asked, wherever `work` has pools scored; `PartialResult` where queries failed."""
     if dry_run or validate_only:
         found = work.counts() | ({} if validate_only else work.estimate())
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
@@ -121,8 +125,8 @@ def _report(job: RerankJob, manifest: dict[str, Any]) -> None:
     logger.info("%d queries, %d candidates: %s", manifest["queries"], manifest["candidates"], job.folder)
 
 
-class Work:
-    """Settings turned into what they name; making it finds every bad argument and missing file."""
+class Setup:
+    """How pools are scored, without the pools: settings turned into what they name."""
 
     def __init__(self, settings: RerankSettings) -> None:
         from pd_rerank.prompt import MARKERS
@@ -130,14 +134,10 @@ class Work:
         from pd_rerank.scoring import Scoring
 
         self.settings = settings
-        for name in ("run", "corpus", "topics", "pools", "residual"):
-            path = getattr(settings, name)
-            if path is not None and not path.exists():
-                raise MissingResource(f"--{name}: no file or folder {path}")
+        if settings.residual is not None and not settings.residual.exists():
+            raise MissingResource(f"--residual: no file or folder {settings.residual}")
         if settings.markers not in MARKERS:
             raise BadArgument(f"unknown markers '{settings.markers}'; choose one of {', '.join(MARKERS)}")
-        if not settings.run_tag or any(c.isspace() for c in settings.run_tag):
-            raise BadArgument(f"run tag {settings.run_tag!r} is empty or holds white space; use one word")
         self.rubric = load_rubric(settings.rubric)
         self.scoring: Scoring = Scoring(
             window=settings.window_size,
@@ -152,8 +152,6 @@ class Work:
         self.residual = self._residual()
         self.settle = self._settle()
         self.engine_options = settings.engine_options()
-        self.cost: Callable[[], dict[str, Any]] | None = None
-        self.pools, self.missing_texts = self._pools()
 
     def _threshold(self) -> Threshold | None:
         from pd_rerank.decisions import Threshold
@@ -178,6 +176,70 @@ class Work:
         if self.threshold is not None:
             return Settle(threshold=self.threshold.value)
         return Settle(top_k=self.settings.top_k)
+
+    def _prompt(self, tokenizer: Any) -> Prompt:
+        from pd_rerank.prompt import ChatPrompt, GradePrompt
+
+        settings = self.settings
+        wording: dict[str, Any] = {
+            "rubric": self.rubric,
+            "instruction": settings.instruction,
+            "markers": settings.markers,
+            "max_doc_chars": settings.max_doc_chars,
+        }
+        if settings.engine == "generated":
+            return ChatPrompt(**wording, reasons=bool(settings.reasons))
+        return GradePrompt(
+            tokenizer,
+            **wording,
+            placeholder=settings.placeholder,
+            chat="auto" if settings.chat is None else settings.chat,
+        )
+
+    def open(self) -> tuple[Engine, Prompt]:
+        """Load the engine and prove the prompt on its tokenizer."""
+        from pd_rerank.decisions import scored_by
+        from pd_rerank.engines import load_engine
+
+        settings = self.settings
+        engine = (
+            self._generated()
+            if settings.engine == "generated"
+            else load_engine(settings.model, engine=settings.engine, **self.engine_options)
+        )
+        prompt = self._prompt(engine.tokenizer)
+        card = getattr(engine, "adapter_card", None)
+        if card and self.settings.check_template:
+            prompt.check_card(card, where=f"adapter '{self.settings.adapter}'")
+        if self.threshold is not None and self.settings.check_template:
+            self.threshold.check(scored_by(engine.describe(), prompt.describe(), self.scoring.describe()))
+        return engine, prompt
+
+    def _generated(self) -> Engine:
+        """The engine that has grades written; its answers are kept in the output folder unless told otherwise."""
+        from pd_rerank.engines.generated import GeneratedEngine
+
+        options = self.engine_options | {"request": json.loads(self.engine_options.get("request", "{}"))}
+        if "cache" not in options and self.settings.output is not None:
+            named = {"model": self.settings.model, **{k: v for k, v in options.items() if k not in WHERE_NOT_WHAT}}
+            digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+            options["cache"] = self.settings.output / "answers" / digest[:12]
+        return GeneratedEngine(self.settings.model, **options)
+
+
+class Work(Setup):
+    """Settings turned into what they name; making it finds every bad argument and missing file."""
+
+    def __init__(self, settings: RerankSettings) -> None:
+        for name in ("run", "corpus", "topics", "pools"):
+            path = getattr(settings, name)
+            if path is not None and not path.exists():
+                raise MissingResource(f"--{name}: no file or folder {path}")
+        if not settings.run_tag or any(c.isspace() for c in settings.run_tag):
+            raise BadArgument(f"run tag {settings.run_tag!r} is empty or holds white space; use one word")
+        super().__init__(settings)
+        self.cost: Callable[[], dict[str, Any]] | None = None
+        self.pools, self.missing_texts = self._pools()
 
     def _pools(self) -> tuple[list[Pool], int]:
         """The pools to score, and how many of the hits wanted had no text."""
@@ -254,25 +316,6 @@ class Work:
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
-    def _prompt(self, tokenizer: Any) -> Prompt:
-        from pd_rerank.prompt import ChatPrompt, GradePrompt
-
-        settings = self.settings
-        wording: dict[str, Any] = {
-            "rubric": self.rubric,
-            "instruction": settings.instruction,
-            "markers": settings.markers,
-            "max_doc_chars": settings.max_doc_chars,
-        }
-        if settings.engine == "generated":
-            return ChatPrompt(**wording, reasons=bool(settings.reasons))
-        return GradePrompt(
-            tokenizer,
-            **wording,
-            placeholder=settings.placeholder,
-            chat="auto" if settings.chat is None else settings.chat,
-        )
-
     def job(self, *, overwrite: bool) -> RerankJob:
         """The job in its folder, compared with what is there."""
         from pd_rerank.files import SCORED_WITH, versions
@@ -315,42 +358,12 @@ class Work:
         """Load the engine and score what is left of the job."""
         engine, prompt = self.open()
         self.cost = getattr(engine, "cost", None)
-        with _bar(job, shown=progress, doing=doing) as on_windows:
+        with progress_bar(job, shown=progress, doing=doing) as on_windows:
             job.score(engine=engine, prompt=prompt, on_windows=on_windows)
-
-    def open(self) -> tuple[Engine, Prompt]:
-        """Load the engine and prove the prompt on its tokenizer."""
-        from pd_rerank.decisions import scored_by
-        from pd_rerank.engines import load_engine
-
-        settings = self.settings
-        engine = (
-            self._generated()
-            if settings.engine == "generated"
-            else load_engine(settings.model, engine=settings.engine, **self.engine_options)
-        )
-        prompt = self._prompt(engine.tokenizer)
-        card = getattr(engine, "adapter_card", None)
-        if card and self.settings.check_template:
-            prompt.check_card(card, where=f"adapter '{self.settings.adapter}'")
-        if self.threshold is not None and self.settings.check_template:
-            self.threshold.check(scored_by(engine.describe(), prompt.describe(), self.scoring.describe()))
-        return engine, prompt
-
-    def _generated(self) -> Engine:
-        """The engine that has grades written; its answers are kept in the output folder unless told otherwise."""
-        from pd_rerank.engines.generated import GeneratedEngine
-
-        options = self.engine_options | {"request": json.loads(self.engine_options.get("request", "{}"))}
-        if "cache" not in options and self.settings.output is not None:
-            named = {"model": self.settings.model, **{k: v for k, v in options.items() if k not in WHERE_NOT_WHAT}}
-            digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-            options["cache"] = self.settings.output / "answers" / digest[:12]
-        return GeneratedEngine(self.settings.model, **options)
 
 
 @contextmanager
-def _bar(job: RerankJob, *, shown: bool | None, doing: str) -> Iterator[OnWindows]:
+def progress_bar(job: RerankJob, *, shown: bool | None, doing: str) -> Iterator[OnWindows]:
     """A progress bar over windows on stderr: off with --quiet, and where stderr is no terminal unless asked for."""
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
