@@ -40,6 +40,7 @@ QUERY_ID_FIELDS = ("query_id", "qid", "_id", "id")
 QUERY_FIELDS = ("text", "query", "title")
 
 _TOPIC = "a topic is an id, one tab and the query's text"
+_EMPTY_TOPIC = "empty line, skipped; if a query belongs there, write it, else drop the line"
 _RUN_LINE = "a run line has six (query id, Q0, document id, rank, score, tag), none with a space inside"
 _QREL_LINE = "a judgement has four (query id, 0, document id, grade), none with a space inside"
 
@@ -232,15 +233,17 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
         raise InvalidData(f"{path}:{number + 1}: damaged gzip file ({error}); fetch it again") from error
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_jsonl(path: str | Path, *, warn: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", object) per line of a JSONL file; blank lines are skipped but counted.
 
-    A line that is not one JSON object, or holds NaN or Infinity, is `InvalidData` with file and line.
+    `warn` is what a blank line is warned of with. A line that is not one JSON object, or holds NaN or Infinity, is `InvalidData` with file and line.
     """
     for number, line in read_lines(path):
-        if not line.strip():
-            continue
         where = f"{path}:{number}"
+        if not line.strip():
+            if warn:
+                logger.warning("%s: %s", where, warn)
+            continue
         try:
             record = json.loads(line, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
@@ -302,7 +305,7 @@ def finite(value: Any, *, what: str, where: str) -> float:
 def read_topics(path: str | Path, *, allow_empty: bool = False) -> dict[str, str]:
     """Query texts by id, in file order: JSONL where the name ends in .jsonl or .jsonl.gz, else id, tab, text.
 
-    Blank lines are skipped, in a .tsv with a warning. An id without a text is refused unless `allow_empty`; so is an
+    Blank lines are skipped with a warning. An id without a text is refused unless `allow_empty`; so is an
     id seen before.
     """
     topics: dict[str, str] = {}
@@ -319,7 +322,7 @@ def read_topics(path: str | Path, *, allow_empty: bool = False) -> dict[str, str
 
 def _topic_lines(path: str | Path) -> Iterator[tuple[str, str, str]]:
     if Path(path).name.removesuffix(".gz").endswith((".jsonl", ".json")):
-        for where, record in read_jsonl(path):
+        for where, record in read_jsonl(path, warn=_EMPTY_TOPIC):
             yield (
                 where,
                 identifier(record, QUERY_ID_FIELDS, where=where),
@@ -329,7 +332,7 @@ def _topic_lines(path: str | Path) -> Iterator[tuple[str, str, str]]:
     for number, line in read_lines(path):
         where = f"{path}:{number}"
         if not line.strip():
-            logger.warning("%s: empty line, skipped; if a query belongs there, write it, else drop the line", where)
+            logger.warning("%s: %s", where, _EMPTY_TOPIC)
             continue
         query_id, tab, text = line.partition("\t")
         if not tab:

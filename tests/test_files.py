@@ -287,6 +287,17 @@ def test_topics_are_tabs_or_json_lines_and_ids_are_strings(put: Callable[[str, s
 
 
 @pytest.mark.parametrize(
+    ("name", "line"), [("t.tsv", "{0}\ttides\n"), ("t.jsonl", '{{"id": "{0}", "text": "tides"}}\n')]
+)
+def test_an_empty_line_among_topics_is_skipped_and_told(
+    put: Callable[[str, str | bytes], Path], caplog: pytest.LogCaptureFixture, name: str, line: str
+) -> None:
+    path = put(name, line.format(1) + "\n" + line.format(2))
+    assert list(read_topics(path)) == ["1", "2"]
+    assert f"{name}:2: empty line, skipped; if a query belongs there, write it" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("content", "says"),
     [
         ("q1\tone\nq2\t \n", r"t\.tsv:2: query 'q2' has no text; write one or drop the line"),

@@ -7,6 +7,7 @@ here orders by (-score, document id), so that neither tied scores nor the order 
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib.util
 import json
 import math
@@ -14,7 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -109,9 +111,10 @@ class WeightedFusion:
 
     def fuse(self, runs: Mapping[str, Run], *, queries: Sequence[str] | None = None) -> dict[str, Ranking]:
         """Fuse `runs`, one for each of the rules."""
-        table = self.tabulate(runs, queries=queries)
-        scaled = Scaled.of(table, self.rules)
-        return table.rankings(*self.scores(table, scaled))
+        with _uncollected():
+            table = self.tabulate(runs, queries=queries)
+            scaled = Scaled.of(table, self.rules)
+            return table.rankings(*self.scores(table, scaled))
 
     def tabulate(self, runs: Mapping[str, Run], *, queries: Sequence[str] | None = None) -> HitTable:
         """The hits of `runs` as arrays, routes in the order of the rules."""
@@ -332,6 +335,18 @@ class Scaled:
         flat = np.zeros(len(table.queries) * table.width, dtype=bool)
         flat[self.cell] = True
         return flat.reshape(len(table.queries), table.width)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from walking, again and again, through what is being made and none of it garbage."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _in_order(hits: Mapping[str, float]) -> dict[str, float]:
