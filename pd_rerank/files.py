@@ -236,7 +236,8 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 def read_jsonl(path: str | Path, *, warn: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", object) per line of a JSONL file; blank lines are skipped but counted.
 
-    `warn` is what a blank line is warned of with. A line that is not one JSON object, or holds NaN or Infinity, is `InvalidData` with file and line.
+    With `warn`, what is said of them. A line that is not one JSON object, or holds NaN or Infinity, is `InvalidData`
+    with file and line.
     """
     for number, line in read_lines(path):
         where = f"{path}:{number}"

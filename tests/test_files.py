@@ -293,7 +293,7 @@ def test_an_empty_line_among_topics_is_skipped_and_told(
     put: Callable[[str, str | bytes], Path], caplog: pytest.LogCaptureFixture, name: str, line: str
 ) -> None:
     path = put(name, line.format(1) + "\n" + line.format(2))
-    assert list(read_topics(path)) == ["1", "2"]
+    assert list(files.read_topics(path)) == ["1", "2"]
     assert f"{name}:2: empty line, skipped; if a query belongs there, write it" in caplog.text
 
 
