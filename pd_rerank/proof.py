@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pd_rerank.engines.base import Engine, FloatArray, WindowPrompt
-from pd_rerank.prompt import GradePrompt
+from pd_rerank.prompt import ChatPrompt, GradePrompt, Prompt
 from pd_rerank.scores import Scores, grade_probabilities, read_out
 
 _QUERY = "how long do bees live"
@@ -59,12 +59,18 @@ def prove(engine: Engine, prompt: GradePrompt, *, base: Sequence[FloatArray] | N
     ]
 
 
-def probe(engine: Engine, prompt: GradePrompt) -> list[FloatArray]:
+def prove_written(engine: Engine, prompt: ChatPrompt) -> list[Check]:
+    """The same of an engine whose grades are written down: there are no slots, only answers to look at."""
+    read = probe(engine, prompt)
+    return [_finite(read), _differ(_scores(read[1:]))]
+
+
+def probe(engine: Engine, prompt: Prompt) -> list[FloatArray]:
     """Grade logits of the probe's windows, to compare a model with its adapter."""
     return engine.grade_logits(probe_windows(engine, prompt), prompt.grade_ids)
 
 
-def probe_windows(engine: Engine, prompt: GradePrompt) -> list[WindowPrompt]:
+def probe_windows(engine: Engine, prompt: Prompt) -> list[WindowPrompt]:
     """The probe as one window of all documents, then each document alone."""
     sheet = prompt.sheet(_QUERY, _TEXTS, width=len(_TEXTS), max_tokens=engine.max_length)
     return [sheet.window(range(sheet.width)), *(sheet.window([i]) for i in range(len(_TEXTS)))]
@@ -115,7 +121,7 @@ def moved(read: Sequence[FloatArray], base: Sequence[FloatArray]) -> Check:
 
 
 def _finite(read: Sequence[FloatArray]) -> Check:
-    missing = sum(int((~np.isfinite(values)).any(axis=1).sum()) for values in read)
+    missing = sum(int((np.isnan(values) | np.isposinf(values)).any(axis=1).sum()) for values in read)
     return Check(
         name="every slot has its grades",
         passed=not missing,

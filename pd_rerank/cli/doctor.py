@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pd_rerank.config import ModelSettings, load
 from pd_rerank.engines import ENGINES
 from pd_rerank.errors import BadArgument, ModelMismatch, PdRerankError
 from pd_rerank.files import versions
@@ -39,7 +40,18 @@ def doctor(
     adapter: Annotated[
         str | None, typer.Option(help="LoRA adapter to prove: folder or hub id. Without --model: on the base it names.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="hf, or fake to try the sheet without a model.")] = "hf",
+    engine: Annotated[
+        str,
+        typer.Option(help=f"What reads the model: {', '.join(ENGINES)}; fake needs none.", metavar="|".join(ENGINES)),
+    ] = "hf",
+    server: Annotated[
+        str | None, typer.Option(help="Address of the model server, for --engine server and generated.")
+    ] = None,
+    served_as: Annotated[str | None, typer.Option(help="The server's name for the model or adapter.")] = None,
+    slot_readout: Annotated[str | None, typer.Option(help="How vLLM or a server reads the slots.")] = None,
+    canary: Annotated[
+        Path | None, typer.Option(help="Scores of transformers that vLLM or a server must repeat.")
+    ] = None,
     rubric: Annotated[str, typer.Option(help="Name or .yaml file of the rubric to prove with.")] = "passage_relevance",
     instruction: Annotated[str | None, typer.Option(help="Replaces the rubric's instruction.")] = None,
     markers: Annotated[str, typer.Option(help=f"How documents are marked: {', '.join(MARKERS)}.")] = "numeric",
@@ -63,8 +75,9 @@ def doctor(
 
     The proof: grades are single tokens, every slot is followed by its placeholder, the chat template keeps query and
     documents, batches and shared prefixes read like single prompts, an adapter is applied and was made with this
-    prompt. Ends with 0 if all passes, 3 if something is not installed, 4 if the model is not there, 5 if it does not
-    fit, 6 if it fails. The output is meant to be pasted into an issue.
+    prompt. Of --engine generated, which asks for five answers: every document gets a grade, and not all the same. Ends
+    with 0 if all passes, 3 if something is not installed, 4 if the model is not there, 5 if it does not fit, 6 if it
+    fails. The output is meant to be pasted into an issue.
     """
     options = {
         "max_length": max_length,
@@ -74,6 +87,10 @@ def doctor(
         "device_map": device_map,
         "revision": revision,
         "trust_remote_code": trust_remote_code or None,
+        "server": server,
+        "served_as": served_as,
+        "slot_readout": slot_readout,
+        "canary": canary,
     }
     options = {name: value for name, value in options.items() if value is not None}
     wording: dict[str, Any] = {
@@ -83,7 +100,7 @@ def doctor(
         "placeholder": placeholder,
         "chat": "auto" if chat is None else chat,
     }
-    _check(engine, [*options, *(["adapter"] if adapter is not None else [])], rubric=rubric, markers=markers)
+    _check(engine, model, {**options, "adapter": adapter}, wording=wording)
     sheet = environment()
     if not as_json:
         _show(sheet)
@@ -111,14 +128,17 @@ def doctor(
         raise ModelMismatch(f"{len(wrong)} of {len(proof.checks)} checks failed: {'; '.join(wrong)}")
 
 
-def _check(engine: str, given: Sequence[str], *, rubric: str, markers: str) -> None:
+def _check(engine: str, model: str | None, given: Mapping[str, Any], *, wording: Mapping[str, Any]) -> None:
     """Refuse what no model could make right, before anything is loaded."""
     if engine not in ENGINES:
         raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)}")
-    if engine == "fake" and (idle := [name for name in given if name != "max_length"]):
-        raise BadArgument(f"--{idle[0].replace('_', '-')} means nothing to --engine fake; leave it out")
-    load_rubric(rubric)
-    marker(markers, 0)
+    load(ModelSettings, given={"engine": engine, **given}).engine_options()
+    if engine == "generated" and (wording["placeholder"] != "0" or wording["chat"] != "auto"):
+        raise BadArgument("--placeholder and --chat are for reading slots; --engine generated has none")
+    if engine in ("vllm", "server") and model is None and given["adapter"] is not None:
+        raise BadArgument(f"--engine {engine} needs the base of an adapter: give it as --model")
+    load_rubric(wording["rubric"])
+    marker(wording["markers"], 0)
 
 
 # -- the model ---------------------------------------------------------------------------------------------
@@ -141,20 +161,21 @@ def prove_model(
     one of them is in memory.
     """
     from pd_rerank.engines import load_engine
-    from pd_rerank.prompt import GradePrompt
-    from pd_rerank.proof import Check, moved, probe, prove
+    from pd_rerank.prompt import ChatPrompt, GradePrompt
+    from pd_rerank.proof import Check, moved, probe, prove, prove_written
 
     alone = model is None
     loaded = load_engine(adapter if alone else model, engine=engine, adapter=None if alone else adapter, **options)
-    prompt = GradePrompt(loaded.tokenizer, **wording)
     described = loaded.describe()
-    prompt_as = f"template {prompt.hash[:12]}, {prompt.layout} layout, prompts up to {loaded.max_length} tokens"
     plain = {name: value for name, value in described.items() if isinstance(value, str | int | float)}
-    checks = [
-        Check(name="loaded", passed=None, detail=", ".join(f"{name} {value}" for name, value in plain.items())),
-        Check(name="prompt", passed=None, detail=prompt_as),
-        *prove(loaded, prompt),
-    ]
+    as_loaded = Check(name="loaded", passed=None, detail=", ".join(f"{name} {value}" for name, value in plain.items()))
+    if engine == "generated":
+        chat = ChatPrompt(**{name: value for name, value in wording.items() if name not in ("placeholder", "chat")})
+        made = Check(name="prompt", passed=None, detail=f"template {chat.hash[:12]}")
+        return Proof(title=f"{model} at {options['server']}", checks=[as_loaded, made, *prove_written(loaded, chat)])
+    prompt = GradePrompt(loaded.tokenizer, **wording)
+    prompt_as = f"template {prompt.hash[:12]}, {prompt.layout} layout, prompts up to {loaded.max_length} tokens"
+    checks = [as_loaded, Check(name="prompt", passed=None, detail=prompt_as), *prove(loaded, prompt)]
     if adapter is None:
         return Proof(title=str(model), checks=checks)
     base = model
@@ -167,8 +188,12 @@ def prove_model(
     card = getattr(loaded, "adapter_card", None)
     fits = _card_check(prompt, card) if card else Check(**_NO_CARD)
     read = probe(loaded, prompt)
-    del loaded
-    bare = load_engine(base, engine=engine, **{n: v for n, v in options.items() if n != "merge_adapter"})
+    if hasattr(loaded, "using"):  # vLLM gives back no memory; it reads the base beside the adapter
+        bare = loaded.using(None)
+    else:
+        del loaded
+        of_adapter = ("merge_adapter", "served_as", "canary")
+        bare = load_engine(base, engine=engine, **{n: v for n, v in options.items() if n not in of_adapter})
     checks += [moved(read, probe(bare, GradePrompt(bare.tokenizer, **wording))), fits]
     return Proof(title=f"{base} with {adapter}", checks=checks)
 

@@ -14,6 +14,7 @@ _HOMES = {
     "hf": ("pd_rerank.engines.hf", "HFEngine"),
     "vllm": ("pd_rerank.engines.vllm", "VLLMEngine"),
     "server": ("pd_rerank.engines.server", "ServerEngine"),
+    "generated": ("pd_rerank.engines.generated", "GeneratedEngine"),
     "fake": ("pd_rerank.engines.fake", "FakeEngine"),
 }
 ENGINES = tuple(_HOMES)

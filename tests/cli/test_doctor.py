@@ -17,8 +17,11 @@ from pd_rerank.engines.fake import FakeEngine
 from pd_rerank.errors import EngineFailure, MissingExtra, MissingResource
 from pd_rerank.prompt import GradePrompt
 from pd_rerank.rubrics import RUBRICS
+from tests.engines.fake_vllm import Behaviour, vllm
 from tests.engines.tiny import save_adapter, tiny
 from tests.tokenizers_for_tests import byte_level
+
+__all__ = ["vllm"]
 
 Run = Callable[..., Any]
 
@@ -188,7 +191,14 @@ def test_a_model_is_not_taken_for_an_adapter(cli: Run, trained: Path) -> None:
         (("--engine", "fake", "--dtype", "bf16"), "--dtype means nothing to --engine fake"),
         (("--engine", "fake", "--model", "x", "--adapter", "y"), "--adapter means nothing to --engine fake"),
         (("--engine", "fake", "--trust-remote-code"), "--trust-remote-code means nothing to --engine fake"),
-        (("--engine", "vlm", "--model", "x"), "unknown engine 'vlm'; choose one of hf, vllm, server, fake"),
+        (("--engine", "vlm", "--model", "x"), "unknown engine 'vlm'; choose one of hf, vllm, server, gen"),
+        (("--engine", "vllm", "--model", "x", "--device", "cuda"), "--device means nothing to --engine vllm"),
+        (("--engine", "server", "--model", "x"), "--engine server needs the server's address"),
+        (("--engine", "generated", "--model", "x"), "--engine generated needs the server's address"),
+        (("--engine", "server", "--server", "http://h:1", "--adapter", "a"), "needs the base of an adapter"),
+        (("--engine", "generated", "--server", "http://h:1", "--no-chat"), "--engine generated has none"),
+        (("--server", "http://h:1", "--model", "x"), "--server means nothing to --engine hf"),
+        (("--model", "x", "--dtype", "fp8"), "--dtype"),
         (("--model", "x", "--markers", "beta"), "unknown markers 'beta'"),
         (("--model", "x", "--rubric", "nonesuch"), "unknown rubric 'nonesuch'"),
     ],
@@ -201,6 +211,63 @@ def test_what_cannot_be_is_refused_before_anything_loads(
     assert done.exit_code == 2
     assert said in done.stderr
     assert done.stdout == ""
+
+
+# -- engines other than transformers ---------------------------------------------------------------------------------
+
+
+def checks(done: Any) -> dict[str, Any]:
+    return {check["name"]: check for check in json.loads(done.stdout)["proof"]}
+
+
+def test_a_server_is_proved_like_a_model_with_and_without_its_adapter(cli: Run, trained: Path) -> None:
+    from pd_rerank.engines.hf import HFEngine
+    from tests.engines.model_servers import ModelServer
+
+    wording = ("--rubric", "answer_support", "--instruction", "Grade it's use.", "--markers", "alpha", "--no-chat")
+    wording = (*wording, "--placeholder", "?")
+    how = {"dtype": "float32", "device": "cpu"}
+    bare, put_on = HFEngine(trained / "base", **how), HFEngine(trained / "base", adapter=trained / "adapter", **how)
+    ids = GradePrompt(bare.tokenizer).grade_ids
+    model = ModelServer("vllm_pooling", bare.model, bare.tokenizer, adapters={"adapter": put_on.model}, grade_ids=ids)
+    with model.running():
+        words = ("doctor", "--engine", "server", "--server", model.url, "--model", trained / "base", "--json")
+        done = cli(*words)
+        assert done.exit_code == 0, done.output
+        assert "slot_readout pooling" in checks(done)["loaded"]["detail"]
+        done = cli(*words, "--adapter", trained / "adapter", "--slot-readout", "pooling", *wording)
+        assert done.exit_code == 0, done.output
+        assert checks(done)["the adapter changes the scores"]["passed"] is True
+        assert cli(*words, "--slot-readout", "one_token").exit_code == 5
+    done = cli(*words)
+    assert (done.exit_code, "no model server at" in done.stderr) == (4, True)
+
+
+def test_vllm_is_proved_with_one_load_for_adapter_and_base(cli: Run, trained: Path, vllm: Behaviour) -> None:
+    words = ("--rubric", "answer_support", "--instruction", "Grade it's use.", "--markers", "alpha", "--no-chat")
+    given = ("--model", trained / "base", "--adapter", trained / "adapter", "--dtype", "fp32", "--placeholder", "?")
+    done = cli("doctor", "--engine", "vllm", *given, *words, "--json")
+    assert done.exit_code == 0, done.output
+    assert checks(done)["the adapter changes the scores"]["passed"] is True
+    assert len(vllm.loads) == 1
+
+
+def test_a_chat_model_is_asked_five_times_and_must_tell_documents_apart(cli: Run) -> None:
+    from tests.engines.chat_server import ChatServer, answer, closed_port, completion, graded
+
+    words = ("doctor", "--engine", "generated", "--model", "judge", "--json", "--server")
+    with ChatServer() as server:
+        done = cli(*words, server.url)
+        assert done.exit_code == 0, done.output
+        assert len(server.requests) == 5
+        assert checks(done)["every slot has its grades"]["passed"] is True
+        server.replies = lambda body, n: completion(answer(dict.fromkeys(graded(body), 2)))
+        done = cli(*words, server.url)
+        assert (done.exit_code, "different documents get different scores" in done.stderr) == (5, True)
+        server.replies = lambda body, n: completion("2, I think" if n % 2 else answer(graded(body)))
+        done = cli(*words, server.url)
+        assert (done.exit_code, "every slot has its grades" in done.stderr) == (5, True)
+    assert cli(*words, closed_port()).exit_code == 6
 
 
 @pytest.mark.parametrize(("computes", "said"), [(True, "bf16: in hardware"), (False, "bf16: emulated and slow")])
