@@ -24,9 +24,10 @@ from pd_rerank import windows
 from pd_rerank.decisions import Settle, Threshold, scored_by
 from pd_rerank.engines import load_engine
 from pd_rerank.engines.base import Engine, Progress
+from pd_rerank.engines.generated import GeneratedEngine
 from pd_rerank.errors import BadArgument, EngineFailure, whole
 from pd_rerank.pool import Candidate, Pool
-from pd_rerank.prompt import GradePrompt
+from pd_rerank.prompt import ChatPrompt, GradePrompt, Prompt
 from pd_rerank.rubrics import Rubric
 from pd_rerank.scores import READOUTS, Readout, ScoreTable, SlotResidual
 from pd_rerank.scoring import Calibration, Scoring, Shuffle, score_pools
@@ -118,8 +119,13 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
     * what is read: `readout` ("expected", "p_relevant", "argmax"), `calibration` ("none", "capcal"),
       `slot_residual` (a `SlotResidual` or its file);
     * what is decided: `threshold` (a number, a `Threshold` or its file), `settle` (stop presenting once settled);
-    * the model: `adapter` (LoRA folder or hub id), `engine` ("hf", "fake" or an object), `max_length`, and every
-      option of the engine's constructor (`dtype`, `device`, `merge_adapter`, …). An unknown option is an error.
+    * the model: `adapter` (LoRA folder or hub id), `engine` ("hf", "vllm", "server", "generated", "fake" or an object),
+      `max_length`, and every option of the engine's constructor (`dtype`, `device`, `merge_adapter`, `server`, …). An
+      unknown option is an error.
+
+    With `engine="generated"` a chat model at `server` writes the grades down: `model_name_or_path` is the server's name
+    for it, the prompt a `ChatPrompt`, and what is about slots (`placeholder`, `chat`, `template_kwargs`, `calibration`)
+    is refused; `reasons` asks for a short reason beside every grade.
 
     An adapter that carries a `reranker.json` must have been made with the same prompt template, and a threshold that
     records its `context()` been fitted on the same model and template; `check_template=False` overrides.
@@ -152,6 +158,7 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
         max_doc_chars: int | None = None,
         chat: bool | Literal["auto"] = "auto",
         template_kwargs: Mapping[str, Any] | None = None,
+        reasons: bool = False,
         check_template: bool = True,
         max_concurrency: int = 4,
         **engine_options: Any,
@@ -188,22 +195,38 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
             self.residual.check(readout=readout, calibration=calibration)
         self._max_concurrency = int(max_concurrency)
         self._threads: dict[int, ThreadPoolExecutor] = {}
+        written = engine == "generated" or isinstance(engine, GeneratedEngine)
+        if written and calibration != "none":
+            raise BadArgument("calibration corrects grade probabilities; the generated engine has none")
+        if written and (placeholder != "0" or chat != "auto" or template_kwargs is not None):
+            raise BadArgument(
+                "placeholder, chat and template_kwargs are for reading slots; the generated engine has none"
+            )
+        if reasons and not written:
+            raise BadArgument("reasons is for grades that are written down: engine='generated'")
         if engine == "hf" and verbose < 1:
             engine_options.setdefault("quiet", True)
         try:
             self.engine = load_engine(
                 model_name_or_path, engine=engine, adapter=adapter, also=_OPTIONS, **engine_options
             )
-            self.prompt = GradePrompt(
-                self.engine.tokenizer,
-                rubric=rubric,
-                instruction=instruction,
-                markers=markers,
-                placeholder=placeholder,
-                max_doc_chars=max_doc_chars,
-                chat=chat,
-                template_kwargs=template_kwargs,
-            )
+            wording: dict[str, Any] = {
+                "rubric": rubric,
+                "instruction": instruction,
+                "markers": markers,
+                "max_doc_chars": max_doc_chars,
+            }
+            self.prompt: Prompt
+            if written:
+                self.prompt = ChatPrompt(**wording, reasons=reasons)
+            else:
+                self.prompt = GradePrompt(
+                    self.engine.tokenizer,
+                    **wording,
+                    placeholder=placeholder,
+                    chat=chat,
+                    template_kwargs=template_kwargs,
+                )
         except KeyError as error:
             # rerankers reports a KeyError from a constructor as a missing dependency, and fails on its own table.
             raise EngineFailure(f"loading '{model_name_or_path}' failed on a missing key {error}") from error
@@ -297,9 +320,9 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
 
     def as_langchain_compressor(self, k: int = 10) -> Any:
         """This reranker as a LangChain document compressor that keeps the k best documents."""
-        from pd_rerank.langchain import compressor
+        from pd_rerank.frameworks.langchain import OCSFTCompressor
 
-        return compressor(self, k=k)
+        return OCSFTCompressor(self, k=k)
 
     # -- what rerankers does not have -----------------------------------------------------------------------
 
