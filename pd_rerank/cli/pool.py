@@ -130,6 +130,10 @@ def check(
     window_size: Annotated[int, typer.Option(help="Candidates per prompt, for the cost.", min=1)] = 20,
     presentations: Annotated[int, typer.Option(help="Presentations, for the cost.", min=1)] = 1,
     tokens_per_second: Annotated[float | None, typer.Option(help="A model's speed, for the seconds.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="Of the machine, for the price.")] = None,
+    for_queries: Annotated[
+        int | None, typer.Option(help="Cost of so many queries with pools like these.", min=1)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Count tokens with this model's tokenizer, not four characters each.")
     ] = None,
@@ -155,6 +159,8 @@ def check(
         presentations=presentations,
         count_tokens=None if model is None else _counter(model),
         tokens_per_second=tokens_per_second,
+        price_per_hour=price_per_hour,
+        for_queries=for_queries,
     )
     typer.echo(json.dumps(report, indent=2, ensure_ascii=False) if json_ else in_words(report))
     if found := faults(report):

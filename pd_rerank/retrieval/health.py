@@ -34,12 +34,14 @@ def check_pools(
     presentations: int = 1,
     count_tokens: Callable[[str], int] | None = None,
     tokens_per_second: float | None = None,
+    price_per_hour: float | None = None,
+    for_queries: int | None = None,
 ) -> dict[str, Any]:
     """A report on pools, as plain values: sizes, texts, routes, namespaces, recall ceiling, cost.
 
     `qrels` adds the recall ceiling (documents graded `relevant` or more), what each route alone contributes to it, and
     whether ids meet; `corpus_ids` (such an index's or corpus's) adds whether documents are of that corpus. Tokens are
-    counted by `count_tokens`, else four characters each; `tokens_per_second` turns them into seconds.
+    counted by `count_tokens`, else four characters each; the last three arguments are `cost`'s.
     """
     judged = None if qrels is None else _judged(qrels, relevant)
     return {
@@ -57,6 +59,8 @@ def check_pools(
             presentations=presentations,
             count_tokens=count_tokens,
             tokens_per_second=tokens_per_second,
+            price_per_hour=price_per_hour,
+            for_queries=for_queries,
         ),
     }
 
@@ -68,11 +72,14 @@ def cost(
     presentations: int = 1,
     count_tokens: Callable[[str], int] | None = None,
     tokens_per_second: float | None = None,
+    price_per_hour: float | None = None,
+    for_queries: int | None = None,
 ) -> dict[str, Any]:
-    """Windows, prompt tokens and seconds that `presentations` passes over the pools take, `window` candidates a prompt.
+    """What `presentations` passes over the pools take, `window` candidates a prompt: windows, prompt tokens, price.
 
-    The default prompt is assumed. `window=1` needs one pass however many presentations are asked for, and shares
-    what its prompts have in common, which is left out here.
+    A model's `tokens_per_second` gives seconds, and with its machine's `price_per_hour` a price; `for_queries` is the
+    number of queries, where these pools are a sample. The default prompt is assumed. `window=1` needs one pass however
+    many presentations are asked for, and shares what its prompts have in common, which is left out here.
     """
     if window < 1 or presentations < 1:
         raise BadArgument(f"window and presentations are at least 1, got {window} and {presentations}")
@@ -83,14 +90,22 @@ def cost(
         texts = sum(_tokens(text[:DOCUMENT_CHARACTERS], count_tokens) + SLOT_TOKENS for text in pool.texts)
         windows += passes * mine
         tokens += passes * (texts + mine * (PROMPT_TOKENS + _tokens(pool.query, count_tokens)))
+    if for_queries is not None:
+        if not pools:
+            raise BadArgument("there are no pools to tell from what others would cost")
+        windows, tokens = (round(count * for_queries / len(pools)) for count in (windows, tokens))
+    seconds = None if not tokens_per_second else round(tokens / tokens_per_second, 1)
     return {
+        "queries": len(pools) if for_queries is None else for_queries,
         "window": window,
         "presentations": presentations,
         "windows": windows,
         "tokens": tokens,
         "tokens_counted_by": "characters / 4" if count_tokens is None else "tokenizer",
         "tokens_per_second": tokens_per_second,
-        "seconds": None if not tokens_per_second else round(tokens / tokens_per_second, 1),
+        "seconds": seconds,
+        "price_per_hour": price_per_hour,
+        "price": None if seconds is None or price_per_hour is None else round(seconds / 3600 * price_per_hour, 2),
     }
 
 
@@ -297,9 +312,11 @@ def in_words(report: Mapping[str, Any]) -> str:
             f"more; {ceiling['queries_with_none']} queries have none in their pool)"
         )
     seconds = "" if price["seconds"] is None else f", {price['seconds']:g} s at {price['tokens_per_second']:g} tokens/s"
+    if price["price"] is not None:
+        seconds += f", {price['seconds'] / 3600:.3g} hours for {price['price']:.2f}"
     lines.append(
-        f"reranking at B={price['window']}, K={price['presentations']}: {price['windows']} windows, about "
-        f"{price['tokens']} tokens ({price['tokens_counted_by']}){seconds}"
+        f"reranking {price['queries']} queries at B={price['window']}, K={price['presentations']}: "
+        f"{price['windows']} windows, about {price['tokens']} tokens ({price['tokens_counted_by']}){seconds}"
     )
     found = problems(report)
     lines += [f"problem: {problem}" for problem in found] or ["no problems found"]

@@ -113,6 +113,21 @@ def test_the_cost_counts_windows_tokens_and_seconds() -> None:
         cost([many], window=0)
 
 
+def test_a_sample_of_pools_prices_a_whole_collection() -> None:
+    sample = [pool(f"q{i}", {f"d{j}": {} for j in range(20)}, {f"d{j}": "abcd" * 10 for j in range(20)}) for i in "ab"]
+    priced = cost(sample, tokens_per_second=200.0, price_per_hour=3.0, for_queries=1000)
+    # a query: 20 texts of 10 tokens and 13 beside, and 170 and the query's 3
+    assert (priced["queries"], priced["windows"], priced["tokens"]) == (1000, 1000, 1000 * (20 * 23 + 173))
+    assert priced["seconds"] == priced["tokens"] / 200
+    assert priced["price"] == pytest.approx(priced["seconds"] / 3600 * 3, abs=0.01)
+    assert cost(sample, price_per_hour=3.0)["price"] is None
+    with pytest.raises(BadArgument, match="no pools"):
+        cost([], for_queries=5)
+    report = check_pools(sample, tokens_per_second=200.0, price_per_hour=3.0, for_queries=1000)
+    assert "reranking 1000 queries" in in_words(report)
+    assert f"0.879 hours for {priced['price']:.2f}" in in_words(report)
+
+
 def test_the_estimate_is_near_what_the_default_prompt_takes() -> None:
     texts = {f"d{i}": " ".join(["several words of a passage"] * (5 + i % 30)) for i in range(60)}
     pools = [pool("q1", {d: {} for d in texts}, texts), pool("q2", {d: {} for d in list(texts)[:33]}, texts)]
