@@ -220,10 +220,10 @@ class GradePrompt:
             text = text.rstrip() + "\n\n</think>\n\n"
         return f"{text}Grades:\n"
 
-    def _skeleton(self, n: int) -> list[str]:
-        """The answer's lines up to, not including, each placeholder; line i also holds what closes line i-1."""
+    def _skeleton(self, marks: Sequence[int]) -> list[str]:
+        """The answer's lines up to, not including, each placeholder; a line also holds what closes the one before."""
         closing = f"{self._gap[1]}{self.placeholder}\n"
-        return [f"{closing if i else ''}{marker(self.markers, i)} Grade:{self._gap[0]}" for i in range(n)]
+        return [f"{closing if i else ''}{marker(self.markers, m)} Grade:{self._gap[0]}" for i, m in enumerate(marks)]
 
     def _clean(self, text: str) -> str:
         """Break up the tokenizer's control tokens inside a text, so that no text can end a turn or open one."""
@@ -271,14 +271,18 @@ class GradePrompt:
             f"token each after 'Grade:' ({why}); choose a placeholder or a model whose tokenizer keeps them whole"
         )
 
-    def _ending(self, n: int) -> _Ending:
-        """The ids after the documents of a window of n, found in context and verified slot by slot."""
-        if n in self._endings:
+    def _ending(self, n: int, marks: Sequence[int] | None = None) -> _Ending:
+        """The ids after the documents of a window of n, found in context and verified slot by slot.
+
+        `marks`: the markers in the order shown; None: 0 … n-1, whose ending is kept.
+        """
+        if marks is None and n in self._endings:
             return self._endings[n]
+        shown = range(n) if marks is None else marks
         start = f"{self._frame.before}x{self._frame.between}"
-        start += "".join(f"{marker(self.markers, i)} x\n" for i in range(n))
+        start += "".join(f"{marker(self.markers, m)} x\n" for m in shown)
         placeholder = f"{self._gap[1]}{self.placeholder}"
-        lines = self._skeleton(n)
+        lines = self._skeleton(shown)
         text = f"{start}{self._frame.after}{''.join(lines)}{placeholder}"
         ids = self._encode(text)
         # A line's ids are looked for where the line before ended: encoding every prefix whole would take n² tokens.
@@ -300,7 +304,8 @@ class GradePrompt:
         cut = len(opening) if ids[: len(opening)] == opening else slots[0]
         whole = np.array(ids, dtype=np.int64)
         ending = _Ending(whole[cut:], np.array(slots, dtype=np.int64) - len(ids), whole[slots[0] :])
-        self._endings[n] = ending
+        if marks is None:
+            self._endings[n] = ending
         return ending
 
     def _marker(self, position: int) -> list[int]:
@@ -346,11 +351,12 @@ class GradePrompt:
             body += piece
         return body
 
-    def _whole_text(self, query: str, texts: Sequence[str]) -> str:
-        documents = "".join(f"{marker(self.markers, i)} {text}\n" for i, text in enumerate(texts))
+    def _whole_text(self, query: str, texts: Sequence[str], marks: Sequence[int] | None = None) -> str:
+        shown = range(len(texts)) if marks is None else marks
+        documents = "".join(f"{marker(self.markers, m)} {text}\n" for m, text in zip(shown, texts, strict=True))
         last = f"{self._gap[1]}{self.placeholder}"
         return f"{self._frame.before}{query}{self._frame.between}{documents}{self._frame.after}" + (
-            "".join(self._skeleton(len(texts))) + last if texts else ""
+            "".join(self._skeleton(shown)) + last if texts else ""
         )
 
     # -- use ----------------------------------------------------------------------------------------------
@@ -627,21 +633,28 @@ class PromptSheet:
         """Render a window of n empty documents under the same query, which is what CapCal measures slots with."""
         return PromptSheet(self._prompt, self._query, [""] * n, width=n, max_tokens=self._max_tokens).window(range(n))
 
-    def window(self, positions: Sequence[int] | range | npt.NDArray[np.int64]) -> WindowPrompt:
-        """Render one window: `positions` (m,) are pool positions in the order shown, none of them blank."""
+    def window(
+        self, positions: Sequence[int] | range | npt.NDArray[np.int64], *, marks: Sequence[int] | None = None
+    ) -> WindowPrompt:
+        """Render one window: `positions` (m,) are pool positions in the order shown, none of them blank.
+
+        `marks` (m,), for training on them, gives each the marker of another place: 0 … m-1 in some order.
+        """
         prompt, n = self._prompt, len(positions)
         if n == 0:
             raise BadArgument("a window holds at least one candidate")
-        ending = prompt._ending(n)
+        if marks is not None and sorted(marks) != list(range(n)):
+            raise BadArgument(f"marks of a window of {n} are 0 to {n - 1} in some order, got {list(marks)}")
+        ending = prompt._ending(n, marks)
         pieces = [self._arrays[p] for p in positions]
         if self._head_joins and all(piece is not None for piece in pieces):
             parts: list[Any] = [self._head_array]
-            for i, piece in enumerate(pieces):
+            for i, piece in zip(range(n) if marks is None else marks, pieces, strict=True):
                 parts += (prompt._marker_array(i), piece)
             ids = np.concatenate([*parts, ending.ids], dtype=np.int64)
             shared = len(self._head_array)
         else:
-            whole = prompt._encode(prompt._whole_text(self._query, [self._texts[p] for p in positions]))
+            whole = prompt._encode(prompt._whole_text(self._query, [self._texts[p] for p in positions], marks))
             ids = np.array([*prompt._bos, *whole], dtype=np.int64)
             head = self._head_array
             same = np.cumprod(ids[: len(head)] == head[: len(ids)])

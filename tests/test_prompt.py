@@ -95,6 +95,23 @@ def test_a_window_put_together_equals_the_whole_text_tokenised(kind: str) -> Non
 
 
 @ANY
+@pytest.mark.parametrize("markers", ["numeric", "alpha", "doc_n"])
+def test_markers_dealt_out_in_any_order_are_those_of_documents_and_answer_lines(kind: str, markers: str) -> None:
+    prompt = GradePrompt(tokenizer(kind), markers=markers)
+    order, marks = [3, 0, 7, 1], [2, 0, 3, 1]
+    text = prompt._whole_text("why tides?", [prompt._clean(normalise(TEXTS[i])) for i in order], marks)
+    window = sheet_of(prompt, TEXTS).window(order, marks=marks)
+    assert window.token_ids.tolist() == [*prompt._bos, *prompt._encode(text)]
+    named = [marker(markers, m) for m in marks]
+    assert [line.split()[0] for line in text.splitlines()[-4:]] == named
+    assert [mark for mark in named if f"\n{mark} " in text.partition("[end of")[0]] == named
+    for slot in window.slots:
+        assert window.token_ids[slot + 1] == prompt._placeholder_id
+    with pytest.raises(BadArgument, match="marks of a window of 4 are 0 to 3 in some order"):
+        sheet_of(prompt, TEXTS).window(order, marks=[0, 0, 1, 2])
+
+
+@ANY
 def test_slots_read_the_distribution_right_before_each_grade(kind: str) -> None:
     """Cut the prompt after slot i, and what follows in the skeleton is exactly the grade token."""
     tok = tokenizer(kind)

@@ -51,7 +51,8 @@ class Recipe:
     - `whole_pool`: no views but whole-pool shuffles, one per seed, each cut into windows of one view: as many times
       the windows, which is permutation augmentation. Later epochs take the seeds that follow;
     - `dropout`: the same prompt several times; only LoRA dropout differs;
-    - `markers`: as `within_window`, and each view draws the scheme of its markers (method, 4.4);
+    - `markers`: as `within_window`, and each view draws a scheme of markers and deals its markers out to the slots in
+      any order (method, 4.4);
     - `repartition` (not in the paper): two windows of a pool together; view 0 shuffles each, the others shuffle both
       and cut again, so that companions change too;
     - `replacement` (not in the paper): as `within_window`, but in views after the first `replaced` candidates make
@@ -344,8 +345,11 @@ class Examples:
             return tuple(_view(parts, positions, sheets[0]) for parts in self._repartitioned(at, positions))
         orders = _distinct_orders(positions, [at.seed(base) for base in recipe.seeds])
         if recipe.views == "markers":
-            schemes = [random.Random(at.seed(base) ^ _SCHEME).randrange(len(sheets)) for base in recipe.seeds]
-            return tuple(_view([o], positions, sheets[s]) for o, s in zip(orders, schemes, strict=False))
+            drawn = [_marks(at.seed(base), len(sheets), len(positions)) for base in recipe.seeds]
+            return tuple(
+                _view([order], positions, sheets[scheme], marks=marks)
+                for order, (scheme, marks) in zip(orders, drawn, strict=False)
+            )
         if recipe.views == "replacement":
             orders = [orders[0]] + [
                 self._replaced(at, positions, order, base)
@@ -411,11 +415,22 @@ def _distinct_orders(positions: Order, seeds: Sequence[int], *, but: Order | Non
     return found
 
 
-def _view(parts: Sequence[Order], positions: Order, sheet: PromptSheet) -> View:
+def _marks(seed: int, schemes: int, m: int) -> tuple[int, list[int]]:
+    """A view's marker scheme, and which of its markers each slot carries: drawn in this order from one seed.
+
+    Source: method, section 4.4, which gives the seed; that both come from one stream is our reading.
+    """
+    draw = random.Random(seed ^ _SCHEME)
+    scheme, marks = draw.randrange(schemes), list(range(m))
+    draw.shuffle(marks)
+    return scheme, marks
+
+
+def _view(parts: Sequence[Order], positions: Order, sheet: PromptSheet, *, marks: Sequence[int] | None = None) -> View:
     """Render the windows `parts`; each is at most as wide as the sheet, having been cut by it."""
     place = {int(p): i for i, p in enumerate(positions)}
     shows = [place.get(int(p), -1) for part in parts for p in part]
-    return View(prompts=tuple(sheet.window(part) for part in parts), shows=np.array(shows, dtype=np.int64))
+    return View(prompts=tuple(sheet.window(part, marks=marks) for part in parts), shows=np.array(shows, dtype=np.int64))
 
 
 def _groups(count: int) -> list[list[int]]:

@@ -193,6 +193,23 @@ def test_marker_views_draw_their_scheme_from_the_views_seed() -> None:
     ]
 
 
+def test_marker_views_deal_the_markers_out_in_any_order() -> None:
+    """By hand, from random.Random(view seed XOR 0x5BD1E995): randrange(3), then a shuffle of 0 … 3.
+
+    View 0 (seed 13262485098473454748) draws 1 and [1, 0, 2, 3]; view 1 (12022766493922051361) 2 and [2, 1, 0, 3].
+    """
+    prompts = [GradePrompt(byte_level(), markers=m) for m in ("numeric", "alpha", "doc_n")]
+    recipe = Recipe(width=4, views="markers")
+    (example,) = Examples([pool(n=4)], labels_of([pool(n=4)]), prompts=prompts, recipe=recipe, max_tokens=ROOM)
+    for number, marks in enumerate((["[B]", "[A]", "[C]", "[D]"], ["[Doc-3]", "[Doc-2]", "[Doc-1]", "[Doc-4]"])):
+        lines = text_of(example.views[number].prompts[0]).splitlines()
+        order = shown(example)[number]
+        told = [line for line in lines if line.startswith("[") and " passage " in line]
+        assert told == [f"{mark} passage {p} of q1" for mark, p in zip(marks, order, strict=True)]
+        assert [line.split()[0] for line in lines if " Grade:" in line and line.startswith("[")] == marks
+    assert shown(example)[0] == [0, 3, 2, 1]
+
+
 def test_canonical_order_does_not_depend_on_arrival() -> None:
     one = pool(n=9)
     other = Pool(query_id="q1", query=one.query, candidates=one.candidates[::-1])
