@@ -33,6 +33,7 @@ from pd_rerank import (
     BadArgument,
     EngineFailure,
     FakeEngine,
+    GeneratedEngine,
     InvalidData,
     ModelMismatch,
     OCSFTBatchedReranker,
@@ -1345,3 +1346,39 @@ def test_a_reranker_that_served_async_calls_lets_the_process_end() -> None:
         env={**os.environ, "PYTHONDEVMODE": "1"},
     )
     assert (run.returncode, run.stdout) == (0, "2\n"), run.stderr
+
+
+# -- grades that are written down -----------------------------------------------------------------------------------
+
+
+def test_a_chat_model_ranks_under_the_same_interface() -> None:
+    from tests.engines.chat_server import ChatServer
+
+    with ChatServer() as server:
+        ranker = Reranker("judge", model_type="ocsft", engine="generated", server=server.url, window=2, verbose=0)
+        ranked = ranker.rank(QUERY, DOCS, doc_ids=["a", "b", "c"])
+        assert [(r.doc_id, r.score) for r in ranked.results] == [("b", 1.0), ("c", pytest.approx(2 / 3)), ("a", 0.0)]
+        assert ranked.results[0].grade_probabilities == (0, 0, 0, 1)
+        assert [d["model"] for d in server.requests] == ["judge", "judge"]
+        kept = ranker.retain(QUERY, DOCS, 0.5, doc_ids=["a", "b", "c"])
+        assert [r.doc_id for r in kept.results] == ["b", "c"]
+        reasoned = OCSFTBatchedReranker("judge", engine=GeneratedEngine("judge", server=server.url), reasons=True)
+        assert reasoned.prompt.hash != ranker.prompt.hash
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "need a server's address"),
+        ({"calibration": "capcal"}, "calibration corrects grade probabilities"),
+        ({"placeholder": "?"}, "for reading slots"),
+        ({"chat": False}, "for reading slots"),
+        ({"template_kwargs": {"enable_thinking": False}}, "for reading slots"),
+        ({"adapter": "x"}, "takes no adapter"),
+        ({"dtype": "float32"}, "unknown option 'dtype'"),
+        ({"engine": "fake", "reasons": True}, "grades that are written down"),
+    ],
+)
+def test_what_means_nothing_to_written_grades_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadArgument, match=said):
+        OCSFTBatchedReranker("judge", **{"engine": "generated", **options})

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pd_rerank.engines import load_engine
 from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch
 from pd_rerank.pool import Candidate, Pool
 from pd_rerank.prompt import GradePrompt
 from pd_rerank.scores import ScoreTable
 from pd_rerank.scoring import Scoring, score_pools
+from tests.engines.fake_vllm import Behaviour, vllm
 from tests.engines.tiny import tiny
 from tests.tokenizers_for_tests import byte_level
 
@@ -40,6 +42,8 @@ from pd_rerank.training.adapters import (  # noqa: E402
     save_adapter,
 )
 from pd_rerank.training.selection import Evaluation, best_ndcg  # noqa: E402
+
+__all__ = ["vllm"]
 
 BODY = ["q_proj", "v_proj", "down_proj"]
 TEXTS = [
@@ -186,6 +190,31 @@ def test_the_canary_of_cast_weights_is_theirs_and_the_model_keeps_its_own(base: 
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     (whole,) = HFEngine(model, tokenizer=byte_level()).grade_logits([canary.prompt], canary.grade_ids)
     assert not np.array_equal(whole, canary.logits)
+
+
+def test_engines_find_it_and_refuse_to_read_otherwise(base: Path, tmp_path: Path, vllm: Behaviour) -> None:
+    from tests.engines.model_servers import ModelServer
+
+    folder, how = saved(base, tmp_path / "adapter"), {"dtype": "float32", "quiet": True}
+    served, reading = load_engine(str(base), adapter=folder, **how), GradePrompt(byte_level())
+    kinds = {"vllm": how}
+    server = ModelServer(
+        "vllm_pooling",
+        load_engine(str(base), **how).model,
+        served.tokenizer,
+        adapters={"adapter": served.model},
+        grade_ids=reading.grade_ids,
+    )
+    with server.running():
+        kinds["server"] = {"server": server.url, "quiet": True}
+        for kind, options in kinds.items():
+            assert load_engine(str(base), engine=kind, adapter=folder, **options).describe()["canary"] == "held"
+        record = json.loads((folder / "canary.json").read_text())
+        record["logits"] = [[-3 * value for value in row] for row in record["logits"]]
+        (folder / "canary.json").write_text(json.dumps(record))
+        for kind, options in kinds.items():
+            with pytest.raises(ModelMismatch, match="does not read its canary"):
+                load_engine(str(base), engine=kind, adapter=folder, **options)
 
 
 def test_a_model_in_the_middle_of_training_is_left_as_it_was(base: Path, tmp_path: Path) -> None:
