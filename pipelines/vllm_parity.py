@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def windows_of(tokenizer: Any, args: argparse.Namespace) -> tuple[list[WindowPro
     from pd_rerank.prompt import GradePrompt
 
     demo = Path(__file__).resolve().parents[1] / "pd_rerank" / "demo" / "pools.jsonl"
-    prompt = GradePrompt(tokenizer)
+    prompt = GradePrompt(tokenizer, max_doc_chars=args.max_doc_chars)
     made = []
     for pool in read_pools(demo)[: args.queries]:
         sheet = prompt.sheet(pool.query, pool.texts, width=args.window_size, max_tokens=args.max_length)
@@ -103,7 +104,7 @@ def random_adapter(engine: Any, folder: Path) -> Path:
 
     torch.manual_seed(1)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    wrapped = peft.get_peft_model(engine.model, peft.LoraConfig(r=12, lora_alpha=16, target_modules=targets))
+    wrapped = peft.get_peft_model(engine.model, peft.LoraConfig(r=6, lora_alpha=12, target_modules=targets))
     for name, weight in wrapped.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(weight, std=0.02)
@@ -154,8 +155,10 @@ def in_process(readout: str, args: argparse.Namespace, said: dict[str, Any]) -> 
 
 
 @contextmanager
-def serving(readout: str, adapter: str, args: argparse.Namespace) -> Iterator[str]:
-    """The address of a `vllm serve` of its own, once it answers."""
+def serving(
+    readout: str, adapter: str, args: argparse.Namespace, *, cache: bool = True
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The address of a `vllm serve` of its own, once it answers, and what kills it with all its processes."""
     from pd_rerank.embedded import resolve_model
     from pd_rerank.engines.http import Client, Response
     from pd_rerank.engines.loading import load_tokenizer
@@ -167,7 +170,8 @@ def serving(readout: str, adapter: str, args: argparse.Namespace) -> Iterator[st
     folder = resolve_model(args.model, quiet=True)
     words = ["serve", folder, "--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--dtype", args.dtype, "--max-model-len", str(args.max_length), "--enforce-eager", "--max-num-seqs", "8"]
-    words += ["--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"ad1={adapter}"]
+    words += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"ad1={adapter}"]
+    words.append("--enable-prefix-caching" if cache else "--no-enable-prefix-caching")
     if readout == "serve_pooling":
         tokenizer, config, _ = load_tokenizer(args.model, quiet=True)
         names = [tokenizer.convert_ids_to_tokens(g) for g in GradePrompt(tokenizer).grade_ids]
@@ -176,7 +180,19 @@ def serving(readout: str, adapter: str, args: argparse.Namespace) -> Iterator[st
         words += ["--runner", "pooling", "--pooler-config", '{"task": "token_classify"}']
         words += ["--hf-overrides", json.dumps(head)]
     with (Path(args.work) / f"{readout}.log").open("w") as log:
-        server = subprocess.Popen([sys.executable, "-c", SERVE, *words], stdout=log, stderr=log)
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVE, *words],
+            env={**SETTINGS, **os.environ},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
     try:
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + args.patience
         while True:
@@ -186,32 +202,34 @@ def serving(readout: str, adapter: str, args: argparse.Namespace) -> Iterator[st
             if server.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"vllm serve did not start; see {readout}.log")
             time.sleep(1)
-        yield url
+        yield url, kill
     finally:
         server.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        kill()
 
 
 def over_http(readout: str, args: argparse.Namespace, said: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The server engine: base and adapter of one server."""
+    """The server engine: base and adapter of one server with a prefix cache, and of one without."""
     from pd_rerank.engines.server import ServerEngine
 
-    with serving(readout, said["adapter"], args) as url:
-        for with_adapter in (False, True):
-            kind = "lora" if with_adapter else "base"
-            engine = ServerEngine(
-                args.model,
-                server=url,
-                adapter="ad1" if with_adapter else None,
-                slot_readout=readout.removeprefix("serve_"),  # type: ignore[arg-type]
-                canary=Path(args.work) / f"{kind}-canary.json",
-                quiet=True,
-            )
-            yield {"lora": with_adapter, **compared(engine, args, said["grades"][kind])}
-            engine.close()
+    for cache in (True, False):
+        with serving(readout, said["adapter"], args, cache=cache) as (url, _):
+            for with_adapter in (False, True):
+                kind = "lora" if with_adapter else "base"
+                engine = ServerEngine(
+                    args.model,
+                    server=url,
+                    adapter="ad1" if with_adapter else None,
+                    slot_readout=readout.removeprefix("serve_"),  # type: ignore[arg-type]
+                    server_timeout=args.patience,
+                    canary=Path(args.work) / f"{kind}-canary.json",
+                    quiet=True,
+                )
+                figures = compared(engine, args, said["grades"][kind])
+                yield {"lora": with_adapter, "prefix_cache": cache, **figures}
+                engine.close()
 
 
 def child(args: argparse.Namespace) -> Any:
@@ -252,9 +270,10 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=2)
     parser.add_argument("--windows", type=int, default=2, help="windows of a query")
     parser.add_argument("--window-size", type=int, default=5)
+    parser.add_argument("--max-doc-chars", type=int, help="shorter documents, where LoRA is slow")
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--tolerance", type=float, default=1e-3)
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds for a server to start")
+    parser.add_argument("--patience", type=float, default=1800.0, help="seconds for a server to start, or to answer")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
