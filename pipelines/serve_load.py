@@ -6,7 +6,8 @@
 The server is a process of its own on loopback. Without --model its engine is a fake one that takes --per-call seconds
 for a call and --per-window for each window. Prints one JSON object: requests by outcome, wrong answers, requests and
 windows per second, latencies, and the server's resident memory. Some clients hang up early on purpose (--hang-up).
-The exit code is 7 if an answer is wrong, lost or refused.
+A client that gets 429 waits as long as Retry-After says and asks again; latencies count from the first time it asked.
+The exit code is 7 if an answer is wrong, lost or refused otherwise.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def serve(args: argparse.Namespace, told: Any) -> None:
     from pd_rerank.serving.server import listen, run
 
     bound = listen("127.0.0.1", 0)
-    limits = LimitSettings(timeout=args.timeout, batch_windows=args.batch_windows, batch_wait=args.batch_wait)
+    named = ("timeout", "batch_windows", "batch_wait", "max_requests", "max_queue")
+    limits = LimitSettings(**{name: getattr(args, name) for name in named})
     app = create_app(ranker(args, timed=True), limits=limits)
     told.send(bound.getsockname()[1])
     run(app, bound, timeout=args.timeout)
@@ -100,9 +102,20 @@ class Tally:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.told_to_wait = 0
         self.seconds: list[float] = []
         self.apart = 0.0
         self.memory: list[float] = []
+
+
+async def ask(c: httpx.AsyncClient, body: Mapping[str, Any], tally: Tally) -> httpx.Response:
+    """The answer to a request, asked again as long as the server says it is full and when to come back."""
+    while True:
+        response = await c.post("/v1/rerank", json=body)
+        if response.status_code != 429 or "retry-after" not in response.headers:
+            return response
+        tally.told_to_wait += 1
+        await asyncio.sleep(float(response.headers["retry-after"]))
 
 
 async def client(
@@ -117,7 +130,7 @@ async def client(
 ) -> None:
     while time.monotonic() < until:
         i = rng.randrange(len(bodies))
-        asked = asyncio.create_task(c.post("/v1/rerank", json=bodies[i]))
+        asked = asyncio.create_task(ask(c, bodies[i], tally))
         start = time.monotonic()
         if rng.random() < args.hang_up:
             await asyncio.wait({asked}, timeout=rng.random() * 0.1)
@@ -180,6 +193,7 @@ async def load(url: str, args: argparse.Namespace, bodies: Any, scores: Any) -> 
     ordered = sorted(tally.seconds)
     return {
         "outcomes": dict(tally.outcomes),
+        "told_to_wait": tally.told_to_wait,
         "largest_difference": tally.apart,
         "requests_per_second": round(tally.outcomes["right"] / took, 2),
         "windows_per_second": round(done["pd_rerank_windows_total"] / took, 2),
@@ -213,6 +227,8 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=120, help="most words of a document")
     parser.add_argument("--batch-windows", type=int, default=LimitSettings().batch_windows)
     parser.add_argument("--batch-wait", type=float, default=LimitSettings().batch_wait)
+    parser.add_argument("--max-requests", type=int, default=LimitSettings().max_requests)
+    parser.add_argument("--max-queue", type=int, default=LimitSettings().max_queue)
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--hang-up", type=float, default=0.0, help="share of requests whose client goes away early")
     parser.add_argument("--tolerance", type=float, default=1e-4)
