@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving": CORE | {"config", "job", "reranker", "serving"},
     "evaluation": LOW | {"pool", "windows", "scores", "decisions", "evaluation"},
     "retrieval": LOW | {"pool", "embedded", "retrieval"},
+    "ltr": LOW | {"pool", "scores", "evaluation.pairs", "retrieval.fusion", "ltr"},
     "training": CORE | {"engines", "embedded", "evaluation", "proof", "training"},
     "cli": CORE
     | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"}
