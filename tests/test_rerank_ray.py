@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,12 @@ fake.FakeEngine = Slow
 """Loaded by every process of a run (sitecustomize), the workers' too."""
 
 
-@pytest.fixture
-def pools(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("input") / "pools"
     sizes = [5, 0, 3, 12, 1, 7, 2, 9, 4, 6, 8, 5, 3, 10]
-    write_pools(tmp_path / "pools", [pool(f"q{i} ü".replace(" ", "-"), n) for i, n in enumerate(sizes)])
-    return tmp_path / "pools"
+    write_pools(folder, [pool(f"q{i}-ü", n) for i, n in enumerate(sizes)])
+    return folder
 
 
 class Runs:
@@ -65,10 +66,11 @@ class Runs:
         (folder / "site").mkdir()
         (folder / "site/sitecustomize.py").write_text(SLOW)
         self.path = f"{folder / 'site'}{os.pathsep}{REPO}"
+        self.started: list[subprocess.Popen[str]] = []
 
     def start(self, output: Path, *words: str, delay: float = 0.0, ray: bool = True) -> subprocess.Popen[str]:
         command = [str(SCRIPT), "--workers", "2"] if ray else ["-m", "pd_rerank", "rerank"]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *command, "--pools", str(self.pools), "--output", str(output), *WAY, *words],
             cwd=REPO,
             env={
@@ -81,10 +83,17 @@ class Runs:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.started.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
 
     def run(self, output: Path, *words: str, ray: bool = True, **more: Any) -> tuple[int, str, str]:
         process = self.start(output, *words, ray=ray, **more)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=900)
         return process.returncode, out, err
 
     def engines(self) -> set[int]:
@@ -92,8 +101,20 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, pools: Path) -> Runs:
-    return Runs(tmp_path, pools)
+def runs(tmp_path: Path, pools: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path, pools)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, pools: Path) -> dict[str, bytes]:
+    """The files one process writes."""
+    folder = tmp_path_factory.mktemp("one")
+    made = Runs(folder, pools)
+    assert made.run(folder / "out", ray=False)[0] == 0
+    assert len(made.engines()) == 1
+    return contents(folder / "out")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -104,7 +125,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not become so in time"
@@ -115,12 +136,11 @@ def shards(folder: Path) -> int:
     return len([path for path in (folder / "shards").glob("*") if path.name.isdecimal()])
 
 
-def test_two_workers_write_the_bytes_of_one_process(tmp_path: Path, runs: Runs) -> None:
-    assert runs.run(tmp_path / "one", ray=False)[0] == 0
+def test_two_workers_write_the_bytes_of_one_process(tmp_path: Path, runs: Runs, alone: dict[str, bytes]) -> None:
     code, out, err = runs.run(tmp_path / "two", delay=0.2)
     assert (code, out) == (0, ""), err
-    assert len(runs.engines()) == 3  # one process, two workers
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert len(runs.engines()) == 2
+    assert contents(tmp_path / "two") == alone
     assert sorted(contents(tmp_path / "two")) == ["results.jsonl", "run.trec", "scores/run.json", "scores/scores.npz"]
     assert json.loads((tmp_path / "two/manifest.json").read_text())["queries"] == 14
     code, _, err = runs.run(tmp_path / "two")
@@ -128,21 +148,21 @@ def test_two_workers_write_the_bytes_of_one_process(tmp_path: Path, runs: Runs) 
     assert "finished already" in err
 
 
-def test_a_killed_worker_costs_its_shard_and_nothing_else(tmp_path: Path, runs: Runs) -> None:
-    assert runs.run(tmp_path / "one", ray=False)[0] == 0
+def test_a_killed_worker_costs_its_shard_and_nothing_else(tmp_path: Path, runs: Runs, alone: dict[str, bytes]) -> None:
     before = runs.engines()
     process = runs.start(tmp_path / "two", delay=1.0)
     until(lambda: shards(tmp_path / "two") >= 1)
     victim = min(runs.engines() - before)
     os.kill(victim, signal.SIGKILL)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert len(runs.engines() - before) >= 3  # two workers and the one in place of the killed
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert contents(tmp_path / "two") == alone
 
 
-def test_after_a_killed_driver_the_same_command_goes_on_and_so_does_one_process(tmp_path: Path, runs: Runs) -> None:
-    assert runs.run(tmp_path / "one", ray=False)[0] == 0
+def test_after_a_killed_driver_the_same_command_goes_on_and_so_does_one_process(
+    tmp_path: Path, runs: Runs, alone: dict[str, bytes]
+) -> None:
     for name, ray in (("two", True), ("three", False)):
         before = runs.engines()
         process = runs.start(tmp_path / name, delay=0.5)
@@ -157,18 +177,19 @@ def test_after_a_killed_driver_the_same_command_goes_on_and_so_does_one_process(
         assert code == 0, err
         assert "going on after" in err
         assert json.loads((tmp_path / name / "manifest.json").read_text())["resumed_after"] >= kept
-        assert contents(tmp_path / name) == contents(tmp_path / "one")
+        assert contents(tmp_path / name) == alone
 
 
-def test_a_shard_that_kills_every_worker_ends_the_job_with_what_is_kept(tmp_path: Path, runs: Runs) -> None:
+def test_a_shard_that_kills_every_worker_ends_the_job_with_what_is_kept(
+    tmp_path: Path, runs: Runs, alone: dict[str, bytes]
+) -> None:
     (runs.pids / "die").touch()
     code, _, err = runs.run(tmp_path / "two")
     assert code == 6, err
     assert "the cluster gave up on a shard" in err
     (runs.pids / "die").unlink()
     assert runs.run(tmp_path / "two")[0] == 0
-    assert runs.run(tmp_path / "one", ray=False)[0] == 0
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert contents(tmp_path / "two") == alone
 
 
 def test_errors_are_those_of_rerank_in_a_line(tmp_path: Path, runs: Runs) -> None:
