@@ -747,6 +747,9 @@ class TrainSettings(Settings):
     gradient_checkpointing: bool = _option(
         False, "Compute activations again instead of keeping them: less memory, a third more time.", _MODEL
     )
+    shard_base: bool = _option(
+        False, "Share the frozen base out among processes (FSDP), for a base too large for each to hold.", _MODEL
+    )
     cpu: bool = _option(False, "Train on the CPU even where there is an accelerator.", _MODEL)
     threads: int | None = _option(None, "Threads of the CPU per process; left out: torch's choice.", _MODEL, ge=1)
 

@@ -4,9 +4,9 @@
     python train/ocsft.py --config train/configs/cpu-small-passages.yaml
 
 `accelerate launch --num_processes 8` shares each step's windows among eight processes; the same windows make the same
-step in one. Precision is the settings', not accelerate's. After an interruption the same command goes on, with the
-losses it would have had without one. Exit codes are those of `pd-rerank`, 7 for collapsed scores; `accelerate launch`
-makes them 1.
+step in one. With `--shard-base` they share the frozen base too. Precision is the settings', not accelerate's. After an
+interruption the same command goes on, with the losses it would have had without one. Exit codes are those of
+`pd-rerank`, 7 for collapsed scores; `accelerate launch` makes them 1.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pd_rerank._extras import need
 from pd_rerank.cli import program
 from pd_rerank.cli.flags import flags
 from pd_rerank.config import TrainSettings, load
+from pd_rerank.engines.adapters import fingerprint
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingExtra, PdRerankError
 from pd_rerank.files import whole_file
 from pd_rerank.pool import pools_sha256
@@ -52,6 +53,7 @@ from pd_rerank.training.selection import (
     table_text,
     write_evaluations,
 )
+from pd_rerank.training.sharding import SharedBase
 from pd_rerank.training.student import Average, Lora, Student, load_student
 from pd_rerank.windows import view_seed
 
@@ -137,6 +139,7 @@ def train(
     import torch
 
     ranks, rank = accelerator.num_processes, accelerator.process_index
+    shared = SharedBase(accelerator) if settings.shard_base else None
 
     # Model
     lora = Lora(
@@ -146,11 +149,19 @@ def train(
         targets=settings.lora_targets,
     )
     how = {name: getattr(settings, name) for name in ("dtype", "revision", "attn_implementation", "trust_remote_code")}
-    model, tokenizer = load_student(settings.model, lora=lora, seed=settings.seed, device=accelerator.device, **how)
-    engine = HFEngine(model, tokenizer=tokenizer, max_length=settings.max_length)
-    prompts = prompts_of(settings, tokenizer)
+    with shared.turn() if shared else nullcontext():
+        device = "cpu" if shared else accelerator.device
+        model, tokenizer = load_student(settings.model, lora=lora, seed=settings.seed, device=device, **how)
+        prompts = prompts_of(settings, tokenizer)
+        mark = fingerprint(model) if shared else None
+        student = Student(model, prompts[0].grade_ids, checkpointing=settings.gradient_checkpointing)
+        if shared:
+            student.share(shared)
+    if shared:
+        shared.start(model)
+    together = {"batching": "single", "share_prefix": False} if shared else {}  # as many passes in every process
+    engine = HFEngine(model, tokenizer=tokenizer, max_length=settings.max_length, **together)
     examples = examples_of(settings, data, prompts, max_tokens=engine.max_length)
-    student = Student(model, prompts[0].grade_ids, checkpointing=settings.gradient_checkpointing)
     adamw = torch.optim.AdamW(
         student.weights.values(),
         lr=settings.learning_rate,
@@ -164,7 +175,8 @@ def train(
     per_epoch = -(-len(examples) // settings.windows_per_step)
     steps = settings.max_steps or settings.epochs * per_epoch
     last = steps if stop_after is None else min(steps, stop_after)
-    logger.info("%s; %d steps of %d windows", examples.plan, steps, settings.windows_per_step)
+    by = f", shared by {ranks} processes" if ranks > 1 else ""
+    logger.info("%s; %d steps of %d windows%s", examples.plan, steps, settings.windows_per_step, by)
 
     # Where it goes on
     done = max(folder.steps(), default=0) if folder else 0
@@ -174,7 +186,7 @@ def train(
     if done:
         restore(read_state(settings.output, done), student.weights, adamw, running, step=done)
         logger.info("going on after step %d of %d", done, steps)
-    wrapped, optimizer = accelerator.prepare(model, adamw)
+    wrapped, optimizer = (model, adamw) if shared else accelerator.prepare(model, adamw)
     if settings.trackers:
         plain = {name: value for name, value in comparable(settings).items() if isinstance(value, str | float | int)}
         accelerator.init_trackers("pd_rerank", config=plain)
@@ -201,18 +213,22 @@ def train(
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=accelerator.device)
         for number, places in enumerate(passes, 1):
             with accelerator.no_sync(wrapped) if number < len(passes) else nullcontext():
-                terms, tokens = [], 0
+                terms, tokens, idle = [], 0, 0.0
                 for place in places:
                     example = examples.example(int(order[place]), epoch=epoch)
+                    if shared:
+                        idle += shared.level(student, example.views[0].prompts[0], passes_of(settings, example))
                     # Dropout depends on step and window, not on what ran before or in which process.
                     torch.manual_seed(view_seed(settings.seed, epoch=step, query_id="dropout", window=place))
                     terms.append(loss_of(example))
                     tokens += example.tokens
-                loss = total(terms, weight)
+                loss = total(terms, weight) + idle
                 accelerator.backward(loss / len(passes))
             sums += summed(torch, loss, terms, tokens)
         sums[-1] += len(signalled)
         line = line_of(accelerator.reduce(sums, "sum").tolist(), step=step + 1, passes=len(passes) * ranks)
+        if shared:
+            shared.average(student.weights)
         norm = float(accelerator.clip_grad_norm_(student.weights.values(), settings.max_grad_norm))
         if not (math.isfinite(line["loss"]) and math.isfinite(norm)):
             raise EngineFailure(not_finite(step + 1, line["loss"], norm, [examples.query_of(int(i)) for i in order]))
@@ -230,16 +246,18 @@ def train(
         if folder:
             print(step_line(line, steps=steps, pace=pace), flush=True)
             folder.add_step(line)
-            evaluated = data.heldout is not None and not stopped and due(step + 1, evaluation_every(settings), steps)
+        evaluated = data.heldout is not None and not stopped and due(step + 1, evaluation_every(settings), steps)
+        if evaluated and (folder or shared):
+            with student.as_served():
+                evaluations.append(evaluate(settings, engine, prompts[0], data, step=step + 1))
+        if folder:
             if evaluated:
-                with student.as_served():
-                    evaluations.append(evaluate(settings, engine, prompts[0], data, step=step + 1))
                 write_evaluations(folder.evaluations, evaluations)
                 logger.info("%s", evaluation_line(evaluations[-1]))
                 draw(folder, evaluations)
             if evaluated or stopped or collapsed or due(step + 1, settings.save_every, last):
                 mine = evaluations[-1] if evaluated else None
-                card = card_of(settings, engine, data, examples, step=step + 1, evaluation=mine)
+                card = card_of(settings, engine, data, examples, step=step + 1, evaluation=mine, mark=mark)
                 state = state_of(student.weights, adamw, running)
                 folder.save(step + 1, state, adapter_saver(model, tokenizer, prompts[0], card))
         accelerator.wait_for_everyone()
@@ -258,7 +276,8 @@ def train(
         step, choice = chosen(settings, evaluations, steps)
         load_adapter(model, folder.checkpoint(step) / "adapter")
         mine = next((e for e in evaluations if e.step == step), None)
-        card = card_of(settings, engine, data, examples, step=step, evaluation=mine, beside=evaluations, choice=choice)
+        more = {"beside": evaluations, "choice": choice, "mark": mark}
+        card = card_of(settings, engine, data, examples, step=step, evaluation=mine, **more)
         dtype = getattr(torch, settings.adapter_dtype)
         save_adapter(folder.adapter, model, tokenizer, prompts[0], card, dtype=dtype)
         if evaluations:
@@ -289,8 +308,8 @@ def accelerator_of(settings: TrainSettings) -> Any:
     )
     if str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise BadArgument(
-            "weights shared out among processes (FSDP, DeepSpeed) are not supported: every process holds the frozen "
-            "base; launch with --num_processes alone, and set gradient-checkpointing where memory is short"
+            "this script shares the frozen base out by itself: launch with --num_processes alone, without FSDP, "
+            "DeepSpeed or Megatron of accelerate's own, and set --shard-base where each process cannot hold the base"
         )
     return accelerator
 
@@ -299,6 +318,7 @@ def comparable(settings: TrainSettings) -> dict[str, Any]:
     """The settings that make a run what it is: without places, and without how often it is looked at."""
     free = {"pools", "labels", "qrels", "heldout_pools", "heldout_qrels", "output", "cpu", "threads", "trackers"}
     free |= {"save_every", "evaluate_every", "select", "max_psi", "adapter_dtype", "patience", "min_spread"}
+    free |= {"shard_base"}
     return {name: value for name, value in settings.model_dump(mode="json").items() if name not in free}
 
 
@@ -392,6 +412,13 @@ def loss_for(settings: TrainSettings, student: Student, wrapped: Any, average: A
         return loss(logits, student.batch(example, reference=reference), fit=fit, **more)
 
     return loss_of
+
+
+def passes_of(settings: TrainSettings, example: Any) -> tuple[int, int]:
+    """How often `loss_for` runs the model on an example, with gradients and without."""
+    views = example.views if settings.loss == "order_consistency" else example.views[:1]
+    other = {"kl_to_base": example.views[:1], "mean_teacher": example.views[1:2]}.get(settings.loss, ())
+    return sum(len(view.prompts) for view in views), sum(len(view.prompts) for view in other)
 
 
 def share(windows: int, batch: int, *, ranks: int, rank: int) -> Iterator[range]:
@@ -522,6 +549,7 @@ def card_of(
     evaluation: Evaluation | None,
     beside: Sequence[Evaluation] = (),
     choice: Choice | None = None,
+    mark: str | None = None,
 ) -> AdapterCard:
     return AdapterCard(
         base=settings.model,
@@ -537,6 +565,7 @@ def card_of(
         heldout=evaluation,
         beside=beside,
         choice=choice,
+        fingerprint=mark,
     )
 
 

@@ -27,6 +27,8 @@ from pd_rerank.training.losses import Batch, in_window_order
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pd_rerank.training.sharding import SharedBase
 else:
     Tensor = Any
 
@@ -173,6 +175,12 @@ class Student:
         """Whether the adapter's inputs become float32 like its weights, rather than its weights like its inputs."""
         for module in self._adapted:
             module.cast_input_dtype_enabled = to_float32
+
+    def share(self, shared: SharedBase) -> None:
+        """Share the base out among processes; from then on all of them run the model together."""
+        shared.take(self.model)
+        device = self.model.get_input_embeddings().weight.device
+        self._rows, self._bias = (None if kept is None else kept.to(device) for kept in (self._rows, self._bias))
 
     def view(self, view: View, m: int, through: Any = None) -> Tensor:
         """Logits of one view, (m, G), in the order of the example's documents."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -62,6 +63,19 @@ def test_the_papers_tasks_have_the_papers_numbers_on_one_gpu_and_on_eight(
         ]
         assert {len(places) for places in taken} == {accumulation}
         assert sorted(place for places in taken for place in places) == list(range(64))
+
+
+def test_the_page_on_training_names_every_recipe_rule_and_config() -> None:
+    page = (CONFIGS.parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    named = {*re.findall(r"`([^`\n]+)`", prose)}
+    assert {*RECIPES, *get_args(TrainSettings.model_fields["select"].annotation)} <= named
+    assert {f"{task}.yaml" for task in ("passages", "qa", "responses", "cpu-small-passages")} <= named
+    options = {f"--{name}" for name in (*TrainSettings.model_fields, "stop_after", "overwrite")}
+    other = {"--only", "--num_processes", "--nproc_per_node", "--use_fsdp", "--adapter", "--help"}
+    assert {flag.replace("-", "_") for flag in re.findall(r"(?<=`)--([a-z_-]+)", prose)} <= {
+        name.removeprefix("--") for name in options | other
+    }
 
 
 def test_run_seeds_give_the_papers_view_seeds() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 
 from pd_rerank.config import RECIPES
 from pd_rerank.engines.hf import HFEngine
-from pd_rerank.files import read_json, write_json
+from pd_rerank.files import read_json, sha256_file, write_json
 from pd_rerank.pool import Pool, write_pools
 from pd_rerank.training.labels import labels_of_qrels, write_labels
 from tests.training.runs import SCRIPT, Bench, pools_of, qrels_of
@@ -42,7 +45,7 @@ def same(one: dict[str, Any], other: dict[str, Any], *, atol: float = 0.0) -> bo
 
 def close(one: list[dict[str, Any]], other: list[dict[str, Any]], *, to: float) -> bool:
     return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(a[name] == pytest.approx(b[name], abs=to) for name in a)
+        a.keys() == b.keys() and all(a[name] == pytest.approx(b[name], abs=to, rel=to) for name in a)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -165,19 +168,61 @@ def test_a_resumed_run_equals_an_uninterrupted_one(bench: Bench, recipe: str) ->
     assert (bench.place / "again" / "checkpoints" / "step-000006" / "state.json").read_bytes() == before
 
 
-def test_two_processes_equal_one_with_twice_the_accumulation(bench: Bench) -> None:
-    assert bench(max_steps=4, save_every=4) == 0
-    path = bench.config("two.yaml", max_steps=4, save_every=4, output=str(bench.place / "two"))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), "--config", str(path)], env=RACK, capture_output=True, text=True, timeout=300
-    )
+def two_processes(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Train in two processes on this CPU, which talk through gloo; `accelerate launch --cpu` would start one."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(SCRIPT), "--config", str(config), *words]
+    done = subprocess.run(command, env=RACK, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "shared by 2 processes" in done.stderr
+    return done
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole base", "shared base"])
+def test_two_processes_equal_one_with_twice_the_accumulation(bench: Bench, shared: bool) -> None:
+    assert bench(max_steps=4, save_every=4) == 0
+    two = {"max_steps": 4, "save_every": 4, "shard_base": shared, "output": str(bench.place / "two")}
+    done = two_processes(bench.config("two.yaml", **two))
     assert done.stdout.count("step 1/4") == 1
     assert close(bench.lines(), bench.lines("two"), to=1e-5)
+    one, other = (adapter_weights(bench.place / run / "adapter") for run in ("run", "two"))
+    assert same(one, other, atol=1e-5)
+    records = [read_json(bench.place / run / "adapter" / "reranker.json") for run in ("run", "two")]
+    assert records[0]["base"] == records[1]["base"], "known by the same fingerprint, though no process holds it whole"
+
+
+@pytest.mark.parametrize("recipe", ["oc_sft", "mean_teacher"])
+def test_a_shared_base_takes_windows_of_one_evaluates_and_goes_on(bench: Bench, recipe: str) -> None:
+    """Windows of three and of one in a pool of four: the processes need unlike numbers of passes."""
+    pools = pools_of(7, n=4)
+    write_pools(bench.place / "fours", pools)
+    write_labels(bench.place / "four-labels", labels_of_qrels(qrels_of(pools), pools))
+    changes: dict[str, Any] = {
+        "recipe": recipe,
+        "pools": str(bench.place / "fours"),
+        "labels": str(bench.place / "four-labels"),
+        "heldout_pools": str(bench.place / "held"),
+        "heldout_qrels": str(bench.place / "held.txt"),
+        "evaluate_presentations": 2,
+        "max_steps": 4,
+        "save_every": 2,
+    }
+    assert bench(**changes) == 0
+    path = bench.config("two.yaml", **changes, shard_base=True, output=str(bench.place / "two"))
+    two_processes(path, "--stop-after", "2")
+    two_processes(path)
+    assert close(bench.lines(), bench.lines("two"), to=1e-5)
+    found = [(bench.place / run / "evaluations.jsonl").read_text().splitlines() for run in ("run", "two")]
+    assert len(found[0]) == len(found[1]) == 2
+    for one, other in zip(*(map(json.loads, lines) for lines in found), strict=True):
+        assert one["figures"]["ndcg"]["value"] == pytest.approx(other["figures"]["ndcg"]["value"], abs=1e-5)
     one, two = (adapter_weights(bench.place / run / "adapter") for run in ("run", "two"))
     assert same(one, two, atol=1e-5)
+
+
+def test_one_process_cannot_share_a_base(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(shard_base=True) == 2
+    assert "--shard-base shares the base out among processes and there is one" in capsys.readouterr().err
 
 
 def test_other_settings_do_not_go_on_in_the_same_folder(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +252,36 @@ def test_a_request_to_stop_saves_the_step_and_goes_on_later(bench: Bench) -> Non
     assert (bench.place / "run" / "checkpoints" / f"step-{step:06d}" / "state.safetensors").is_file()
     assert bench("--stop-after", str(step + 1), max_steps=200, save_every=1000) == 0
     assert len(bench.lines()) == step + 1
+
+
+def test_training_starts_from_a_finished_adapter(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(max_steps=2, output=str(bench.place / "first")) == 0
+    start = bench.place / "first" / "adapter"
+    tiny_step = {"max_steps": 1, "learning_rate": 1e-9, "warmup": 0}
+    assert bench(start=str(start), output=str(bench.place / "second"), **tiny_step) == 0
+    second = bench.place / "second" / "adapter"
+    assert same(adapter_weights(start), adapter_weights(second), atol=1e-6)
+    card = json.loads((second / "reranker.json").read_text(encoding="utf-8"))
+    assert card["data"]["start"] == sha256_file(start / "adapter_model.safetensors")
+
+    moved = start.rename(bench.place / "moved")  # where it lies is no part of the run, its weights are
+    assert bench(start=str(moved), output=str(bench.place / "second"), **tiny_step) == 0
+    assert bench(output=str(bench.place / "second"), **tiny_step) == 2
+    assert "another training run" in capsys.readouterr().err
+
+
+def test_an_adapter_of_other_shape_or_base_is_no_start(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(max_steps=1, output=str(bench.place / "first")) == 0
+    start = bench.place / "first" / "adapter"
+    assert bench(start=str(start), lora_rank=2, output=str(bench.place / "second")) == 5
+    assert "give --lora-rank (4 there)" in capsys.readouterr().err
+    assert bench(start=str(start), lora_alpha=4, output=str(bench.place / "fifth")) == 5
+    assert "--lora-alpha 4; give 8" in capsys.readouterr().err
+    card = json.loads((start / "reranker.json").read_text(encoding="utf-8"))
+    card["base"]["fingerprint"] = "0" * 64
+    (start / "reranker.json").write_text(json.dumps(card), encoding="utf-8")
+    assert bench(start=str(start), output=str(bench.place / "third")) == 5
+    assert bench(start=str(bench.place / "nowhere"), output=str(bench.place / "fourth")) == 4
 
 
 def test_one_process_trains_in_a_folder_at_a_time(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,18 +317,25 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_step(
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes; writing on fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_full_disk_loses_no_earlier_checkpoint(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench() == 0
     whole, weights = bench.lines(), adapter_weights(bench.place / "run" / "adapter")
     bench.settings["output"] = str(bench.place / "again")
     assert bench("--stop-after", "3") == 0
     saved = (bench.place / "again" / "checkpoints" / "step-000003" / "state.safetensors").read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # writing beyond it fails as on a full disk
-    try:
+    with full_disk(20_000):
         assert bench() == 6
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().err
     assert "the checkpoint of step 6 could not be written" in said
     assert "step 3 is kept: free some space and run the same command" in " ".join(said.split())
@@ -263,6 +345,35 @@ def test_a_full_disk_loses_no_earlier_checkpoint(bench: Bench, capsys: pytest.Ca
     assert bench() == 0
     assert bench.lines("again") == whole
     assert same(weights, adapter_weights(bench.place / "again" / "adapter"))
+
+
+def test_a_full_disk_at_the_end_leaves_the_checkpoints_to_make_the_adapter_of(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(max_steps=2, save_every=2) == 0
+    run = bench.place / "run"
+    weights = adapter_weights(run / "adapter")
+    shutil.rmtree(run / "adapter")
+    with full_disk(20_000):
+        assert bench(max_steps=2, save_every=2) == 6
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{run / 'adapter'} could not be written" in said
+    assert "nothing of it is kept: free some space and save again" in said
+    assert not (run / "adapter").exists()
+    assert bench(max_steps=2, save_every=2) == 0
+    assert same(weights, adapter_weights(run / "adapter"))
+
+
+def test_a_full_disk_in_the_middle_of_a_line_costs_the_steps_since_the_checkpoint(bench: Bench) -> None:
+    assert bench(max_steps=4, save_every=2) == 0
+    whole = bench.lines()
+    bench.settings["output"] = str(bench.place / "again")
+    assert bench("--stop-after", "2", max_steps=4, save_every=2) == 0
+    lines = bench.place / "again" / "steps.jsonl"
+    with full_disk(lines.stat().st_size + 40):
+        assert bench(max_steps=4, save_every=2) == 6
+    assert bench(max_steps=4, save_every=2) == 0
+    assert bench.lines("again") == whole
 
 
 KILLED = """
@@ -323,6 +434,12 @@ def test_the_wrong_label_file_is_refused_before_training(bench: Bench, capsys: p
     assert "the labels do not fit 6 of 6 pools: query 'q0': 5 of 5 documents have no label" in capsys.readouterr().err
     assert bench("--overwrite", labels=str(bench.place / "qrels.txt")) == 5
     assert bench("--overwrite", labels=str(bench.place / "nothing")) == 4
+    twice = bench.place / "twice.jsonl"
+    lines = (bench.place / "labels" / "labels.jsonl").read_text().splitlines(keepends=True)
+    twice.write_text("".join([*lines, lines[0]]))
+    capsys.readouterr()
+    assert bench("--overwrite", labels=str(twice)) == 5
+    assert f"twice.jsonl:{len(lines) + 1}: " in capsys.readouterr().err
 
 
 def test_labels_of_another_template_are_refused_unless_that_is_meant(
