@@ -211,10 +211,10 @@ def serving(
 
 
 def over_http(readout: str, args: argparse.Namespace, said: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The server engine: base and adapter of one server with a prefix cache, and of one without."""
+    """The server engine: base and adapter of one server with a prefix cache; slots one by one also without."""
     from pd_rerank.engines.server import ServerEngine
 
-    for cache in (True, False):
+    for cache in (True,) if readout == "serve_pooling" else (True, False):  # /pooling never reads the cache
         with serving(readout, said["adapter"], args, cache=cache) as (url, _):
             for with_adapter in (False, True):
                 kind = "lora" if with_adapter else "base"
