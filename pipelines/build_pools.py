@@ -13,7 +13,6 @@ and fusion weights and the parameters ranx learns are fitted on them. The report
 from __future__ import annotations
 
 import argparse
-import hashlib
 import logging
 import re
 import time
@@ -25,17 +24,16 @@ from typing import Any
 import numpy as np
 
 from pd_rerank import Pool, read_pools
-from pd_rerank.config import PoolSettings, RouteSettings, load
+from pd_rerank.config import PoolSettings, load
 from pd_rerank.evaluation.pairs import Direction, coverage, designate, first_stage, read_pairs
 from pd_rerank.evaluation.preference import pair_outcomes, population, position, strict_preference
 from pd_rerank.evaluation.ranking import measure
-from pd_rerank.files import read_json, read_jsonl, whole_file, write_json, write_jsonl
-from pd_rerank.retrieval.encoders import load_encoder
+from pd_rerank.files import read_json, read_jsonl, write_json, write_jsonl
 from pd_rerank.retrieval.fusion import Fusion, RanxFusion
 from pd_rerank.retrieval.health import in_words
 from pd_rerank.retrieval.hybrid import fusion_of, open_job, qrels_of, runs_of, weighted_of
-from pd_rerank.retrieval.indexing import index_bm25, index_dense, index_sparse
 from pd_rerank.retrieval.weights import search_weights, with_weights
+from pd_rerank.studies.collections import index_if_absent, lay_out
 
 
 def main() -> None:
@@ -44,7 +42,9 @@ def main() -> None:
     logging.getLogger("pd_rerank").setLevel(logging.INFO)
     settings = load(PoolSettings, file=args.config, given={"output": args.output})
     clock = Clock()
-    directions = [] if args.pairs is None else lay_out(args.pairs, settings)
+    directions = [] if args.pairs is None else read_pairs(args.pairs)
+    if directions:
+        lay_out(directions, settings)
     if args.respace is not None:
         respace(args.respace, settings)
     pools, health = build(settings, args, clock)
@@ -99,20 +99,6 @@ class Clock:
     @staticmethod
     def _now() -> dict[str, float]:
         return {"wall": time.perf_counter(), "cpu": time.process_time()}
-
-
-def lay_out(pairs: Path, settings: PoolSettings) -> list[Direction]:
-    """Write the corpus, topics and qrels of labelled pairs; a passage's id is made of its text, so of nothing else."""
-    directions = read_pairs(pairs)
-    passages = {text for d in directions for text in (d.preferred, d.other)}
-    ids = {text: f"p{hashlib.sha256(text.encode()).hexdigest()[:12]}" for text in passages}
-    if settings.corpus is None or settings.topics is None or settings.qrels is None:
-        raise SystemExit("--pairs are written to the config's corpus, topics and qrels: name all three")
-    write_jsonl(settings.corpus, [{"_id": ids[text], "text": text} for text in sorted(passages, key=ids.__getitem__)])
-    write_jsonl(settings.topics, ({"qid": d.direction_id, "text": d.query} for d in directions))
-    with whole_file(settings.qrels) as stream:
-        stream.writelines(f"{d.direction_id} 0 {ids[d.preferred]} 1\n" for d in directions)
-    return directions
 
 
 def respace(glued: Path, settings: PoolSettings) -> None:
@@ -170,24 +156,6 @@ def fitted(
     for method in args.fit:
         fusions[f"fitted {method}"] = RanxFusion(method=method).fit(runs, qrels, dev=on, test=test)
     return fusions
-
-
-def index_if_absent(route: RouteSettings, settings: PoolSettings, *, dtype: str) -> None:
-    """Make a route's index from the corpus, with the route's encoder, where there is none."""
-    if route.index is None or Path(route.index).exists() or settings.corpus is None:
-        return
-    if route.type == "bm25":
-        index_bm25(settings.corpus, route.index, threads=settings.threads)
-        return
-    names = ("query_prefix", "pooling", "l2_norm", "max_length", "batch_size")
-    options = {name: getattr(route, name) for name in names if getattr(route, name) is not None}
-    options["dtype"] = dtype
-    if route.encoder is None:
-        raise SystemExit(f"the index {route.index} is not there, and no encoder is named to make it with")
-    if route.type == "dense":
-        index_dense(settings.corpus, route.index, encoder=load_encoder(route.encoder, kind="dense", **options))
-    else:
-        index_sparse(settings.corpus, route.index, encoder=load_encoder(route.encoder, kind="sparse", **options))
 
 
 def quality(

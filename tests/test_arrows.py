@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "windows": {"errors"},
     "pool": {"errors", "files"},
-    "rubrics": {"errors", "files"},
+    "rubrics": {"errors", "files", "embedded"},
     "prompt": {"errors", "rubrics", "engines.base"},
     "scores": {"errors", "files", "pool"},
     "decisions": {"errors", "files", "scores"},
@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines": LOW | {"embedded", "engines"},
     "engines.base": set(),
     "engines.fake": {"errors", "engines.base"},
-    "engines.adapters": LOW,
+    "engines.adapters": LOW | {"embedded"},
     "engines.loading": LOW | {"embedded", "engines.adapters"},
     "engines.http": {"errors", "_extras"},
     "engines.generated": {"errors", "files", "engines.base", "engines.http"},
@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": LOW | {"pool", "windows", "scores", "decisions", "evaluation"},
     "retrieval": LOW | {"pool", "embedded", "retrieval"},
     "ltr": LOW | {"pool", "scores", "evaluation.pairs", "retrieval.fusion", "ltr"},
+    "studies": CORE | {"config", "engines", "evaluation", "ltr", "reranker", "retrieval", "studies"},
     "training": CORE | {"engines", "embedded", "evaluation", "proof", "training"},
     "cli": CORE
     | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"}
@@ -92,7 +93,7 @@ LATE = {
 The modules of `frameworks` are what a framework's user imports, and import the framework they are named after."""
 
 HOLDERS = {
-    "rerankers": {"reranker"},
+    "rerankers": {"reranker", "studies.scorers"},
     "langchain_core": {"frameworks.langchain"},
     "llama_index": {"frameworks.llama_index"},
     "haystack": {"frameworks.haystack"},

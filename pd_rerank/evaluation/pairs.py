@@ -108,20 +108,24 @@ class Coverage:
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_pairs(path: str | Path, *, source: Literal["prefix", "pair"] = "prefix") -> list[Direction]:
+def read_pairs(
+    path: str | Path, *, source: Literal["prefix", "pair"] = "prefix", fields: Mapping[str, str] | None = None
+) -> list[Direction]:
     """Read labelled pairs from JSONL in file order, conflicts marked; both shapes are told apart by their fields.
 
     NevIR's shape `id, q1, q2, doc1, doc2` gives two directions, `id:q1` preferring doc1 and `id:q2` preferring doc2;
     the group is the id before its last hyphen, or with `source="pair"` the whole id. A user's own shape is `query`
     (text) or `query_id`, `preferred` and `rejected` (texts or document ids), with optional `id` and `pair` (shared by
-    two lines); the group is the query. A field `group` names it in either shape.
+    two lines); the group is the query. A field `group` names it in either shape. `fields` says what another file
+    calls them, as {"query": "question"}.
     A missing, empty or non-text field, a repeated id, and a file of two shapes are `InvalidData` with file and line.
     """
     directions: list[Direction] = []
     lines: dict[str, str] = {}
     sides: Counter[str] = Counter()
     shape: str | None = None
-    for count, (where, record) in enumerate(read_jsonl(path), 1):
+    for count, (where, given) in enumerate(read_jsonl(path), 1):
+        record = given | {ours: given.get(theirs) for ours, theirs in (fields or {}).items()}
         here = _shape(record, where=where)
         if shape not in (None, here):
             raise InvalidData(f"{where}: lines of two shapes in one file; {_SHAPES}")

@@ -1,0 +1,72 @@
+"""The NevIR fixed-pool study on one's own machine: preference and position of rankers on the same hybrid pools.
+
+    python pipelines/nevir_fixed_pool.py --config pipelines/configs/nevir_smoke.yaml
+
+The config names collections (labelled pairs and how their pools are made), which of them, or which shares, serve for
+training, development and test, and the text scorers of the window; see docs/nevir_study.md. Paths are relative to the
+working folder. Everything that is done is kept in the output folder: after an interruption the same command goes on.
+The report is `<output>/report/index.html`, its tables are CSV files beside it.
+
+Exit codes: 0 all done, 7 a scorer could not be run (the report says which and why), others as `pd-rerank`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from pd_rerank import PdRerankError
+from pd_rerank.config import load
+from pd_rerank.evaluation.report import check_destination
+from pd_rerank.studies.folder import RunFolder, write_table
+from pd_rerank.studies.nevir import run
+from pd_rerank.studies.nevir_report import report, timing
+from pd_rerank.studies.nevir_settings import NevirSettings
+
+LIBRARIES = ("numpy", "lightgbm", "scipy", "torch", "transformers", "rerankers", "pyserini", "ranx", "matplotlib")
+
+
+def main() -> int:
+    args = arguments()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("pd_rerank").setLevel(logging.INFO)
+    try:
+        settings = load(NevirSettings, file=args.config, given={"output": args.output})
+        folder = RunFolder(settings.output)
+        check_destination(settings.output / "check")
+        folder.record(settings.model_dump(mode="json"), inputs(settings, args.config), LIBRARIES)
+        study = run(settings, folder)
+        place = folder.publish(report(study))
+        write_table(timing(study), settings.output / "seconds.csv")
+    except PdRerankError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    failed = [item for item in study.not_run if item.failed]
+    for item in failed:
+        print(f"not run: {item.what}: {item.why}", file=sys.stderr)
+    print(place / "index.html")
+    return 7 if failed else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="run folder, in place of the config's")
+    return parser.parse_args()
+
+
+def inputs(settings: NevirSettings, config: Path) -> dict[str, Path]:
+    """The files whose hashes the run records: the config, and every collection's pairs and pool config."""
+    named = {"config": config}
+    for name, collection in settings.collections.items():
+        for what in ("pairs", "pools"):
+            path = getattr(collection, what)
+            if path is not None and path.is_file():
+                named[f"{name}, {what}"] = path
+    return named
+
+
+if __name__ == "__main__":
+    sys.exit(main())
