@@ -242,6 +242,7 @@ def child(args: argparse.Namespace) -> Any:
     try:
         for row in compare(args.child, args, said):
             rows.append({"readout": args.child, **row})
+            Path(args.work, "answer.json").write_text(json.dumps(rows))
     except PdRerankError as error:
         rows.append({"readout": args.child, "error": str(error)})
     return rows
@@ -254,10 +255,12 @@ def run(what: str, args: argparse.Namespace) -> Any:
     log = Path(args.work) / "child.log"
     with log.open("w") as out:
         words = [sys.executable, __file__, *sys.argv[1:], "--child", what, "--work", args.work]
-        subprocess.run(words, env={**SETTINGS, **os.environ}, stdout=out, stderr=out, check=False)
-    if not place.is_file():
-        return {"error": "the process died: " + " | ".join(log.read_text(errors="replace").splitlines()[-3:])}
-    return json.loads(place.read_text())
+        done = subprocess.run(words, env={**SETTINGS, **os.environ}, stdout=out, stderr=out, check=False)
+    found = json.loads(place.read_text()) if place.is_file() else []
+    if done.returncode == 0:
+        return found
+    last = " | ".join(log.read_text(errors="replace").splitlines()[-3:])
+    return [*found, {"readout": what, "error": f"the process died: {last}"}]
 
 
 def main() -> None:
@@ -285,16 +288,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         args.work = work
         said = run("reference", args)
-        if "error" in said:
-            sys.exit(said["error"])
+        if isinstance(said, list):
+            sys.exit(said[-1]["error"])
         Path(work, "reference.json").write_text(json.dumps(said))
         moved = float(np.abs(np.subtract(said["grades"]["lora"], said["grades"]["base"])).max())
         rows: list[dict[str, Any]] = []
         for readout in args.only:
             found = run(readout, args)
-            fresh = found if isinstance(found, list) else [{"readout": readout, **found}]
-            print(*map(json.dumps, fresh), sep="\n", flush=True)
-            rows += fresh
+            print(*map(json.dumps, found), sep="\n", flush=True)
+            rows += found
     figures = [row[name]["largest"] for row in rows for name in ("in order", "reversed", "again") if name in row]
     report = {
         "model": args.model,
