@@ -806,6 +806,7 @@ class TrainSettings(Settings):
         "Modules between commas, all-linear, or a regular expression.",
         _LORA,
     )
+    start: str | None = _option(None, "Adapter whose weights training starts from; left out: a fresh one.", _LORA)
 
     epochs: int = _option(1, "Times all windows are seen.", _OPTIMISER, ge=1)
     max_steps: int | None = _option(None, "Optimizer steps, instead of whole epochs.", _OPTIMISER, ge=1)
@@ -823,6 +824,7 @@ class TrainSettings(Settings):
     seed: int = _option(42, "Of the adapter, the views, the order of windows and dropout.", _OPTIMISER)
 
     evaluate_every: int | None = _option(None, "Steps between evaluations; left out: as --save-every.", _KEPT, ge=1)
+    evaluate_first: bool = _option(False, "Evaluate before the first step too, as step 0.", _KEPT)
     evaluate_presentations: int = _option(10, "Shuffles of the held-out pools, for stability.", _KEPT, ge=2)
     evaluate_k: int = _option(10, "Cut of nDCG.", _KEPT, ge=1)
     select: Literal["best_ndcg", "equal_quality", "equal_stability", "last"] = _option(

@@ -132,6 +132,17 @@ _HUB_FILES = [
 ]  # fmt: skip
 
 
+ADAPTERS: tuple[str, ...] = ("smollm2-135m-passages",)
+"""Adapters of the embedded models that come with this package, by short name."""
+
+
+def adapter_folder(name_or_path: str | Path) -> Path:
+    """The folder of an adapter: one that comes with this package by its short name, any other as it is named."""
+    if str(name_or_path) in ADAPTERS and not Path(name_or_path).exists():
+        return Path(__file__).parent / "adapters" / str(name_or_path)
+    return Path(name_or_path).expanduser()
+
+
 def cache_folder() -> Path:
     """Where fetched models are kept: $PD_RERANK_CACHE, else $XDG_CACHE_HOME/pd_rerank, else ~/.cache/pd_rerank."""
     own = os.environ.get("PD_RERANK_CACHE")

@@ -29,6 +29,9 @@ from pd_rerank.errors import BadArgument, InvalidData, MissingResource
 
 logger = logging.getLogger("pd_rerank")
 
+CARD = "reranker.json"
+"""What an adapter's folder records of the prompt and training its weights are of."""
+
 SCORED_WITH = ("numpy", "torch", "transformers", "tokenizers", "peft")
 """The libraries whose versions can move a score."""
 

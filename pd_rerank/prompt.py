@@ -532,7 +532,8 @@ def _check_card(mine: Mapping[str, Any], card: Mapping[str, Any], *, where: str)
     raise ModelMismatch(
         f"{where} was made with prompt template {str(theirs)[:12]}, this prompt is {ours[:12]}"
         + (f" (they differ in {', '.join(differing)})" if differing else "")
-        + "; use the settings it was made with, or pass check_template=False to override"
+        + "; use the settings it was made with (an adapter's folder is taken as rubric), or pass check_template=False "
+        "to override"
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pd_rerank.embedded import adapter_folder
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource
+from pd_rerank.files import CARD, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +113,11 @@ RUBRICS: Mapping[str, Rubric] = {
 
 
 def load_rubric(rubric: str | Path | Rubric) -> Rubric:
-    """A shipped rubric by name, or one's own from a YAML file with the fields of `Rubric`.
+    """A shipped rubric by name, one's own from a YAML file with the fields of `Rubric`, or the one of an adapter.
 
-    In YAML `grades` is a mapping from 0 upwards or a list, lowest first. Unknown fields are refused.
+    An adapter trained here is named by its folder or short name: its rubric is the one it was trained with, and so is
+    the cap on a document's text. In YAML `grades` is a mapping from 0 upwards or a list, lowest first. Unknown fields
+    are refused.
     """
     if isinstance(rubric, Rubric):
         return rubric
@@ -123,8 +127,13 @@ def load_rubric(rubric: str | Path | Rubric) -> Rubric:
     if known is not None:
         return known
     path = Path(rubric)
+    card = adapter_folder(rubric) / CARD
+    if card.is_file():
+        return _trained_with(card)
     if path.suffix not in {".yaml", ".yml"}:
-        raise BadArgument(f"unknown rubric '{rubric}'; choose {', '.join(RUBRICS)} or name a .yaml file")
+        raise BadArgument(
+            f"unknown rubric '{rubric}'; choose {', '.join(RUBRICS)}, or name a .yaml file or an adapter's folder"
+        )
     if not path.is_file():
         raise MissingResource(f"no rubric file {path}")
     import yaml
@@ -158,3 +167,13 @@ def load_rubric(rubric: str | Path | Rubric) -> Rubric:
         return Rubric(**{**data, "grades": tuple(data.get("grades", ()))})
     except TypeError as error:
         raise InvalidData(f"{path}: {error}") from error
+
+
+def _trained_with(card: Path) -> Rubric:
+    record = read_json(card)
+    try:
+        said = record["rubric"]
+        chars = record.get("max_doc_chars", said.get("max_doc_chars"))
+        return Rubric(**{**said, "grades": tuple(said["grades"]), "max_doc_chars": chars})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidData(f"{card} does not hold the rubric its adapter was trained with") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from pd_rerank.engines.fake import FakeTokenizer
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource
 from pd_rerank.prompt import GradePrompt
-from pd_rerank.rubrics import Rubric, load_rubric
+from pd_rerank.rubrics import RUBRICS, Rubric, load_rubric
 
 
 def test_own_rubrics_come_from_yaml(tmp_path: Path) -> None:
@@ -51,3 +53,15 @@ def test_unknown_rubrics_are_refused_with_the_choices() -> None:
         load_rubric("absent.yaml")
     with pytest.raises(BadArgument, match="2 to 10"):
         Rubric(name="x", system="s", instruction="i", grades=("only",))
+
+
+def test_an_adapter_is_its_own_rubric(tmp_path: Path) -> None:
+    said = {**asdict(RUBRICS["evidence"]), "name": "mine", "grades": ["no", "yes"]}
+    for card in (tmp_path / "reranker.json", tmp_path / "a b" / "reranker.json"):
+        card.parent.mkdir(exist_ok=True)
+        card.write_text(json.dumps({"rubric": said, "max_doc_chars": 70}), encoding="utf-8")
+        found = load_rubric(card.parent)
+        assert (found.name, found.grades, found.max_doc_chars) == ("mine", ("no", "yes"), 70)
+    (tmp_path / "reranker.json").write_text('{"rubric": null}', encoding="utf-8")
+    with pytest.raises(InvalidData, match="does not hold the rubric"):
+        load_rubric(str(tmp_path))

@@ -31,7 +31,7 @@ from pd_rerank._extras import need
 from pd_rerank.cli import program
 from pd_rerank.cli.flags import flags
 from pd_rerank.config import TrainSettings, load
-from pd_rerank.engines.adapters import fingerprint
+from pd_rerank.engines.adapters import fingerprint, open_adapter
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingExtra, PdRerankError
 from pd_rerank.files import whole_file
 from pd_rerank.pool import pools_sha256
@@ -148,7 +148,8 @@ def train(
         dropout=settings.lora_dropout,
         targets=settings.lora_targets,
     )
-    how = {name: getattr(settings, name) for name in ("dtype", "revision", "attn_implementation", "trust_remote_code")}
+    options = ("dtype", "revision", "attn_implementation", "trust_remote_code", "start")
+    how = {name: getattr(settings, name) for name in options}
     with shared.turn() if shared else nullcontext():
         device = "cpu" if shared else accelerator.device
         model, tokenizer = load_student(settings.model, lora=lora, seed=settings.seed, device=device, **how)
@@ -160,7 +161,8 @@ def train(
     if shared:
         shared.start(model)
     together = {"batching": "single", "share_prefix": False} if shared else {}  # as many passes in every process
-    engine = HFEngine(model, tokenizer=tokenizer, max_length=settings.max_length, **together)
+    with student.as_served():
+        engine = HFEngine(model, tokenizer=tokenizer, max_length=settings.max_length, **together)
     examples = examples_of(settings, data, prompts, max_tokens=engine.max_length)
     adamw = torch.optim.AdamW(
         student.weights.values(),
@@ -190,6 +192,14 @@ def train(
     if settings.trackers:
         plain = {name: value for name, value in comparable(settings).items() if isinstance(value, str | float | int)}
         accelerator.init_trackers("pd_rerank", config=plain)
+
+    # What training starts from: the base, or the adapter it goes on from
+    if settings.evaluate_first and data.heldout is not None and not (done or evaluations) and (folder or shared):
+        with student.as_served():
+            evaluations.append(evaluate(settings, engine, prompts[0], data, step=0))
+        logger.info("%s", evaluation_line(evaluations[0]))
+        if folder:
+            write_evaluations(folder.evaluations, evaluations)
 
     # Loop
     warmup = int(settings.warmup * steps)
@@ -259,7 +269,8 @@ def train(
                 mine = evaluations[-1] if evaluated else None
                 card = card_of(settings, engine, data, examples, step=step + 1, evaluation=mine, mark=mark)
                 state = state_of(student.weights, adamw, running)
-                folder.save(step + 1, state, adapter_saver(model, tokenizer, prompts[0], card))
+                with student.as_served():
+                    folder.save(step + 1, state, adapter_saver(model, tokenizer, prompts[0], card))
         accelerator.wait_for_everyone()
         if collapsed:
             raise Collapsed(
@@ -279,7 +290,8 @@ def train(
         more = {"beside": evaluations, "choice": choice, "mark": mark}
         card = card_of(settings, engine, data, examples, step=step, evaluation=mine, **more)
         dtype = getattr(torch, settings.adapter_dtype)
-        save_adapter(folder.adapter, model, tokenizer, prompts[0], card, dtype=dtype)
+        with student.as_served():
+            save_adapter(folder.adapter, model, tokenizer, prompts[0], card, dtype=dtype)
         if evaluations:
             logger.info("%s", table_text(evaluation_table(evaluations)))
         logger.info("the adapter of step %d is kept: %s", step, folder.adapter)
@@ -318,12 +330,17 @@ def comparable(settings: TrainSettings) -> dict[str, Any]:
     """The settings that make a run what it is: without places, and without how often it is looked at."""
     free = {"pools", "labels", "qrels", "heldout_pools", "heldout_qrels", "output", "cpu", "threads", "trackers"}
     free |= {"save_every", "evaluate_every", "select", "max_psi", "adapter_dtype", "patience", "min_spread"}
-    free |= {"shard_base"}
+    free |= {"shard_base", "start", "evaluate_first"}
     return {name: value for name, value in settings.model_dump(mode="json").items() if name not in free}
 
 
 def record_of(settings: TrainSettings, data: Data) -> dict[str, Any]:
-    return {"settings": comparable(settings), **data.describe()}
+    return {"settings": comparable(settings), "start": started_from(settings), **data.describe()}
+
+
+def started_from(settings: TrainSettings) -> str | None:
+    """The SHA-256 of the adapter training starts from."""
+    return None if settings.start is None else str(open_adapter(settings.start).describe()["sha256"])
 
 
 def evaluation_every(settings: TrainSettings) -> int:
@@ -529,6 +546,7 @@ def draw(folder: RunFolder, evaluations: Sequence[Evaluation]) -> None:
 
 def chosen(settings: TrainSettings, evaluations: Sequence[Evaluation], steps: int) -> tuple[int, Choice | None]:
     """The step whose adapter is kept, and why; the last where nothing is held out or the rule abstains."""
+    evaluations = [e for e in evaluations if e.step]
     if not evaluations or settings.select == "last":
         return steps, None
     options = {"max_psi": settings.max_psi} if settings.select == "equal_stability" else {}
@@ -561,7 +579,7 @@ def card_of(
         weight=lambda_of(settings),
         step=step,
         settings=comparable(settings),
-        data={**data.describe(), **examples.plan.describe()},
+        data={"start": started_from(settings), **data.describe(), **examples.plan.describe()},
         heldout=evaluation,
         beside=beside,
         choice=choice,

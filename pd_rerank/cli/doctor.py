@@ -228,7 +228,7 @@ def _asked_for(prompt: GradePrompt, card: Mapping[str, Any]) -> Iterator[str]:
     if any(theirs[word] != ours[word] for word in words):
         shipped = RUBRICS.get(name) if name != ours["name"] else None
         instruction = shipped.instruction if shipped else theirs.get("instruction")
-        yield f"--rubric {name}" if shipped else f"--rubric FILE.yaml, a file of its rubric '{name}'"
+        yield f"--rubric {name}" if shipped else f"--rubric, the adapter's folder, for its rubric '{name}'"
     if theirs.get("instruction", instruction) != instruction:
         yield f"--instruction {shlex.quote(theirs['instruction'])}"
     for option in ("markers", "placeholder"):

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from pd_rerank._extras import need
+from pd_rerank.embedded import adapter_folder
 from pd_rerank.errors import InvalidData, MissingResource, ModelMismatch
-from pd_rerank.files import read_json, sha256_file
+from pd_rerank.files import CARD, read_json, sha256_file
 
 logger = logging.getLogger("pd_rerank")
-
-CARD = "reranker.json"
-"""What a folder records of the prompt and training its weights are of."""
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -105,11 +103,11 @@ def is_adapter_folder(folder: str | Path) -> bool:
 
 
 def open_adapter(source: str | Path, *, revision: str | None = None, local_only: bool = False) -> Adapter:
-    """Read an adapter's settings from a folder or a hub repository (fetched to the hub's cache).
+    """Read an adapter's settings from a folder, by short name, or from a hub repository (fetched to the hub's cache).
 
     Raises `MissingResource` where there is none, `InvalidData` for settings that are no JSON object.
     """
-    folder = Path(source).expanduser()
+    folder = adapter_folder(source)
     if not folder.is_dir():
         folder = _fetch(str(source), revision, local_only)
     if not (folder / _CONFIG).is_file():

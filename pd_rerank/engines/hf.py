@@ -23,11 +23,11 @@ import numpy as np
 
 from pd_rerank._extras import need
 from pd_rerank.embedded import EMBEDDED
-from pd_rerank.engines.adapters import CARD, Adapter, apply_adapter, check_base, fold_adapter
+from pd_rerank.engines.adapters import Adapter, apply_adapter, check_base, fold_adapter
 from pd_rerank.engines.base import FloatArray, IntArray, Progress, WindowPrompt
 from pd_rerank.engines.loading import load_named, named_dtype, out_of_memory, take_object
 from pd_rerank.errors import BadArgument, EngineFailure, ModelMismatch, whole
-from pd_rerank.files import read_json
+from pd_rerank.files import CARD, read_json
 
 logger = logging.getLogger("pd_rerank")
 

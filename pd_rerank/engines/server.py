@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from pd_rerank.engines.adapters import CARD, Adapter, open_adapter
+from pd_rerank.engines.adapters import Adapter, open_adapter
 from pd_rerank.engines.answers import (
     after_head,
     blanked,
@@ -49,7 +49,7 @@ from pd_rerank.errors import (
     PdRerankError,
     whole,
 )
-from pd_rerank.files import read_json
+from pd_rerank.files import CARD, read_json
 
 logger = logging.getLogger("pd_rerank")
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from pd_rerank._extras import need
-from pd_rerank.engines.adapters import CARD, Adapter, is_adapter_folder, open_adapter
+from pd_rerank.engines.adapters import Adapter, is_adapter_folder, open_adapter
 from pd_rerank.engines.answers import (
     after_head,
     blanked,
@@ -40,7 +40,7 @@ from pd_rerank.engines.base import FloatArray, Progress, WindowPrompt
 from pd_rerank.engines.canary import EXACT, HALF, Canary, find_canary
 from pd_rerank.engines.loading import load_tokenizer
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch, whole
-from pd_rerank.files import read_json
+from pd_rerank.files import CARD, read_json
 
 logger = logging.getLogger("pd_rerank")
 

@@ -19,13 +19,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from pd_rerank._extras import need
-from pd_rerank.engines.adapters import CARD, fingerprint, fold_adapter, open_adapter
+from pd_rerank.engines.adapters import fingerprint, fold_adapter, open_adapter
 from pd_rerank.engines.base import FloatArray, WindowPrompt
 from pd_rerank.engines.canary import Canary, canary_of
 from pd_rerank.engines.hf import HFEngine
 from pd_rerank.engines.loading import no_bars
 from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch, PdRerankError
-from pd_rerank.files import SCORED_WITH, check_folder, read_json, sha256_file, versions, whole_folder, write_json
+from pd_rerank.files import CARD, SCORED_WITH, check_folder, read_json, sha256_file, versions, whole_folder, write_json
 from pd_rerank.prompt import GradePrompt
 from pd_rerank.proof import probe_windows
 from pd_rerank.rubrics import Rubric

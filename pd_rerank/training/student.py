@@ -14,14 +14,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pd_rerank._extras import need
+from pd_rerank.engines.adapters import check_base, open_adapter
 from pd_rerank.engines.base import WindowPrompt
 from pd_rerank.engines.loading import load_named, named_dtype, out_of_memory
-from pd_rerank.errors import BadArgument, EngineFailure
+from pd_rerank.errors import BadArgument, EngineFailure, ModelMismatch
 from pd_rerank.training.examples import Example, View
 from pd_rerank.training.losses import Batch, in_window_order
 
@@ -63,11 +65,13 @@ def load_student(
     revision: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    start: str | Path | None = None,
 ) -> tuple[Any, Any]:
-    """Load a base model and put a LoRA adapter on it, drawn with `seed`; the PEFT model and its tokenizer.
+    """Load a base model and put a LoRA adapter on it, drawn with `seed` or `start`ing from a finished one.
 
-    The base keeps its precision, the adapter is float32, whatever the base is. Raises what loading raises, and
-    `BadArgument` for an adapter in place of a base and for targets the model does not have.
+    Returns the PEFT model and its tokenizer. The base keeps its precision, the adapter is float32, whatever the base
+    is. Raises what loading raises, `BadArgument` for an adapter in place of a base and for targets the model does not
+    have, and what `start_from` raises.
     """
     need("peft", extra="train", purpose="training puts a LoRA adapter on the model through PEFT")
     torch = need("torch", extra="train", purpose="training runs on torch")
@@ -88,7 +92,10 @@ def load_student(
     )
     if loaded.adapter is not None:
         raise BadArgument(f"'{name}' is an adapter; name a base model, on which a new adapter is trained")
-    return with_lora(loaded.model, lora, seed=seed), loaded.tokenizer
+    model = with_lora(loaded.model, lora, seed=seed)
+    if start is not None:
+        start_from(model, start)
+    return model, loaded.tokenizer
 
 
 def with_lora(model: Any, lora: Lora, *, seed: int) -> Any:
@@ -116,6 +123,31 @@ def with_lora(model: Any, lora: Lora, *, seed: int) -> Any:
         if weight.requires_grad:
             weight.data = weight.data.float()
     return wrapped
+
+
+def start_from(model: Any, source: str | Path) -> None:
+    """Give the fresh adapter of `model` the weights of a finished one, changed in place.
+
+    `ModelMismatch` where that one was trained on another base or has other weights than this: another rank or scale,
+    other targets, or an output head of its own.
+    """
+    import peft
+
+    start = open_adapter(source)
+    check_base(model, start)
+    alpha = model.peft_config[model.active_adapter].lora_alpha
+    if (there := start.settings.get("lora_alpha")) != alpha:
+        raise ModelMismatch(f"training cannot start from '{source}' at --lora-alpha {alpha:g}; give {there}, as it has")
+    state = peft.load_peft_weights(str(start.folder), device="cpu")
+    wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    shapes = [{name: tuple(weight.shape) for name, weight in weights.items()} for weights in (state, wanted)]
+    if shapes[0] != shapes[1]:
+        differ = sorted(name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
+        raise ModelMismatch(
+            f"training cannot start from '{source}': its weights are not those of the adapter in training, first "
+            f"{differ[0]}; give --lora-rank ({start.rank} there) and --lora-targets as it has them"
+        )
+    peft.set_peft_model_state_dict(model, state)
 
 
 class Student:

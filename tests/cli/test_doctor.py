@@ -174,7 +174,7 @@ def test_the_line_names_a_rubric_that_is_no_shipped_one_and_nothing_that_fits(tr
     own = replace(RUBRICS["passage_relevance"], name="mine", grades=("a", "b", "c", "d"))
     prompt = GradePrompt(tokenizer)
     card = json.loads(json.dumps(GradePrompt(tokenizer, rubric=own).describe()))
-    assert list(doctor._asked_for(prompt, card)) == ["--rubric FILE.yaml, a file of its rubric 'mine'"]
+    assert list(doctor._asked_for(prompt, card)) == ["--rubric, the adapter's folder, for its rubric 'mine'"]
     assert list(doctor._asked_for(GradePrompt(tokenizer, rubric=own), card)) == []
     assert list(doctor._asked_for(prompt, {"rubric": "response_quality"})) == ["--rubric response_quality"]
 

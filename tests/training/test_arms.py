@@ -1,0 +1,126 @@
+"""Several arms on the same labels, and the pools that the small configs train on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pd_rerank.files import read_qrels
+from pd_rerank.pool import read_pools
+from pd_rerank.training.selection import read_evaluations
+from tests.training.runs import SCRIPT, Bench
+from tests.training.test_run import RACK
+
+pytest.importorskip("torch")
+
+TRAIN = SCRIPT.parent
+
+
+def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TRAIN / name), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=RACK, check=False, timeout=300)
+
+
+def arms(bench: Bench, **more: Any) -> Path:
+    shared = {
+        **{name: value for name, value in bench.settings.items() if name != "output"},
+        "heldout_pools": str(bench.place / "held"),
+        "heldout_qrels": str(bench.place / "held.txt"),
+        "evaluate_presentations": 2,
+        "max_steps": 2,
+        "output": str(bench.place / "arms"),
+        "baseline": "shuffled",
+        "arms": {"shuffled": {"recipe": "permutation_augmentation"}, "steady": {"recipe": "oc_sft", "consistency": 3}},
+    }
+    path = bench.place / "arms.yaml"
+    path.write_text(yaml.safe_dump({**shared, **more}), encoding="utf-8")
+    return path
+
+
+def test_arms_are_trained_and_shown_beside_the_base(bench: Bench) -> None:
+    config = arms(bench)
+    done = script("arms.py", "--config", config)
+    assert done.returncode == 0, done.stderr
+    found = {e.arm: e for e in read_evaluations(bench.place / "arms" / "arms.jsonl")}
+    assert list(found) == ["off_the_shelf", "shuffled", "steady"]
+    assert [e.weight for e in found.values()] == [0, 0, 3]
+    assert found["steady"].queries.keys() == found["off_the_shelf"].queries.keys()
+    text = (bench.place / "arms" / "arms.md").read_text(encoding="utf-8")
+    assert "Differences from shuffled" in text
+    assert (bench.place / "arms" / "steady" / "adapter" / "reranker.json").is_file()
+
+    before = {path: path.read_bytes() for path in (bench.place / "arms").rglob("*") if path.is_file()}
+    again = script("arms.py", "--config", config)
+    assert (again.returncode, again.stdout[-len(done.stdout) :]) == (0, again.stdout)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"arms": None}, "has no mapping 'arms'"),
+        ({"arms": {"start": {}}}, "the name 'start' is taken"),
+        ({"baseline": "steadier"}, "baseline 'steadier' is none of the arms"),
+        ({"heldout_pools": None, "heldout_qrels": None}, "give heldout-pools"),
+    ],
+)
+def test_arms_that_cannot_be_compared_are_refused(bench: Bench, more: dict[str, Any], says: str) -> None:
+    done = script("arms.py", "--config", arms(bench, **more))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert not (bench.place / "arms").exists()
+
+
+def collection(folder: Path) -> Path:
+    """Small files of the collections' shapes, written for this test."""
+    rows = {
+        "condaqa/dev_contrast_pairs.jsonl": [
+            {
+                "passage_id": p,
+                "question": f"Is hall {p} open on Sundays?",
+                "doc_yes": f"Hall {p} stands by the river and was built long ago. It opens every day in month {p}.",
+                "doc_no": f"Hall {p} stands by the river and was built long ago. It is shut on Sundays in month {p}.",
+            }
+            for p in range(10)
+        ],
+        "fever_symmetric/dev.jsonl": [
+            {
+                "id": f"dev-{b}",
+                "q1": f"Singer{b} Lee sang .",
+                "q2": f"Singer{b} Lee never sang .",
+                "doc1": f"Singer{b} -LRB- born 1950 -RRB- sang .",
+                "doc2": f"Singer{b} was no singer .",
+            }
+            for b in range(10)
+        ],
+    }
+    for name, records in rows.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return folder
+
+
+def test_small_pools_keep_groups_apart_and_are_the_same_every_time(tmp_path: Path) -> None:
+    data = collection(tmp_path / "data")
+    for name in ("one", "two"):
+        done = script("small_data.py", "passages", "--data", data, "--output", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    folder = tmp_path / "one"
+    train, held = read_pools(folder / "train"), read_pools(folder / "heldout")
+    assert len(train) + len(held) == 30
+    assert not {t for pool in train for t in pool.texts} & {t for pool in held for t in pool.texts}
+    for name, pools in (("train", train), ("heldout", held)):
+        qrels = read_qrels(folder / f"{name}-qrels.txt")
+        assert {pool.query_id for pool in pools} == qrels.keys()
+        assert all(set(qrels[pool.query_id]) == set(pool.doc_ids) and len(pool) == 8 for pool in pools)
+        assert all(sorted(qrels[pool.query_id].values())[-2:] == [3, 3] for pool in pools)
+    pool = next(pool for pool in (*train, *held) if "Singer3" in pool.query and "never" in pool.query)
+    assert "Singer3 (born 1950) sang." in pool.texts
+    for name in ("train/pools.jsonl", "heldout/pools.jsonl", "train-qrels.txt", "heldout-qrels.txt"):
+        assert (folder / name).read_bytes() == (tmp_path / "two" / name).read_bytes()

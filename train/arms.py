@@ -1,0 +1,148 @@
+"""Train several arms on the same labels and steps, and show them side by side on the same held-out queries.
+
+    python train/arms.py --config train/configs/arms-small-passages.yaml
+
+The config holds options of `train/ocsft.py`, shared by all arms, and under `arms` a mapping from a name to what that
+arm has of its own. Each arm is a run of `train/ocsft.py` in `output/NAME`, one after the other. Beside them stand the
+base model off the shelf and, where arms go on from an adapter (`start`), that adapter. `output/arms.md` gets quality
+and stability of each arm's last step with intervals, and paired differences from the arm named in `baseline`;
+`output/frontier.svg` draws them. After an interruption the same command goes on; what is finished is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from pd_rerank.config import TrainSettings, load
+from pd_rerank.errors import BadArgument, PdRerankError
+from pd_rerank.evaluation.report import Cell, Table
+from pd_rerank.files import CARD, whole_file
+from pd_rerank.training.selection import (
+    Evaluation,
+    difference,
+    evaluation_table,
+    frontier_picture,
+    read_evaluations,
+    table_text,
+    write_evaluations,
+)
+
+SHELF, START = "off_the_shelf", "start"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", metavar="ARM", help="do these and stop, to share the work out")
+    args = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("pd_rerank").setLevel(logging.INFO)
+    try:
+        arms, output, baseline = settings_of(args.config)
+        found = run(arms, output, only=args.only)
+        if args.only is None:
+            print(report(found, output, baseline))
+    except PdRerankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
+
+
+def settings_of(config: Path) -> tuple[dict[str, TrainSettings], Path, str | None]:
+    """The settings of every arm, the folder of all, and the arm others are compared with."""
+    said = yaml.safe_load(config.read_text(encoding="utf-8"))
+    if not isinstance(said, dict) or not isinstance(said.get("arms"), dict):
+        raise BadArgument(f"{config} has no mapping 'arms' from a name to its options")
+    arms, baseline = said.pop("arms"), said.pop("baseline", None)
+    for name in {SHELF, START} & set(arms):
+        raise BadArgument(f"{config}: the name '{name}' is taken; give the arm another")
+    if baseline is not None and baseline not in arms:
+        raise BadArgument(f"{config}: baseline '{baseline}' is none of the arms {', '.join(arms)}")
+    output = Path(said.pop("output"))
+    found = {
+        name: load(TrainSettings, file=None, given={**said, **(own or {}), "output": str(output / name)})
+        for name, own in arms.items()
+    }
+    for name, settings in found.items():
+        if settings.heldout_pools is None:
+            raise BadArgument(f"{config}, arm '{name}': arms are compared on held-out queries; give heldout-pools")
+    return found, output, baseline
+
+
+def run(arms: Mapping[str, TrainSettings], output: Path, *, only: Sequence[str] | None = None) -> list[Evaluation]:
+    """Train what is not trained, measure what is not measured; the last evaluation of each, by the arm's name."""
+    first = next(iter(arms.values()))
+    beside = {SHELF: first.model_copy(update={"start": None, "output": output / SHELF})}
+    if first.start is not None:
+        beside[START] = first.model_copy(update={"output": output / START})
+    every = {**beside, **arms}
+    if unknown := set(only or ()) - set(every):
+        raise BadArgument(f"--only {min(unknown)}: there is {', '.join(every)}")
+    output.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name, settings in every.items():
+        if only is None or name in only:
+            evaluations = done(name, settings, untrained=name in beside)
+            found.append(replace(evaluations[-1], arm=name, weight=0.0 if name in beside else evaluations[-1].weight))
+    return found
+
+
+def done(name: str, settings: TrainSettings, *, untrained: bool) -> list[Evaluation]:
+    """The evaluations of a run of `train/ocsft.py`, run first unless it is finished; `untrained`: of step 0 alone."""
+    folder = Path(str(settings.output))
+    evaluations = folder / "evaluations.jsonl"
+    if not (evaluations if untrained else folder / "adapter" / CARD).is_file():
+        config = folder.parent / f"{name}.yaml"
+        with whole_file(config) as stream:
+            yaml.safe_dump(settings.model_dump(mode="json", exclude_none=True), stream, sort_keys=False)
+        words = ["--evaluate-first", "--stop-after", "0"] if untrained else []
+        command = [sys.executable, str(Path(__file__).with_name("ocsft.py")), "--config", str(config), *words]
+        if code := subprocess.run(command, check=False).returncode:
+            raise SystemExit(code)
+    return read_evaluations(evaluations)
+
+
+def report(found: Sequence[Evaluation], output: Path, baseline: str | None) -> str:
+    """Write the tables and the picture; the tables as text."""
+    tables = [evaluation_table(found, title="Arms on held-out queries")]
+    if baseline is not None:
+        tables.append(differences(found, next(e for e in found if e.arm == baseline)))
+    write_evaluations(output / "arms.jsonl", found)
+    text = "\n\n".join(f"{table.title}\n\n{table_text(table)}\n\n{table.note}" for table in tables)
+    with whole_file(output / "arms.md") as stream:
+        stream.write(
+            "\n\n".join(f"## {table.title}\n\n```\n{table_text(table)}\n```\n\n{table.note}" for table in tables)
+        )
+    with whole_file(output / "frontier.svg") as stream:
+        stream.write(frontier_picture(found))
+    return text
+
+
+def differences(found: Sequence[Evaluation], baseline: Evaluation) -> Table:
+    """Paired differences from one arm, with bootstrap intervals over queries."""
+    rows: list[tuple[Cell, ...]] = []
+    for evaluation in found:
+        if evaluation is baseline:
+            continue
+        row: list[Cell] = [evaluation.arm]
+        for figure in ("ndcg", "mean_ndcg", "tau_psi", "overlap"):
+            apart = difference(evaluation, baseline, figure)
+            row.append(f"{apart.estimate:+.4f} [{apart.low:+.3f}, {apart.high:+.3f}]")
+        rows.append(tuple(row))
+    return Table(
+        title=f"Differences from {baseline.arm}",
+        columns=("arm", "nDCG", "mean nDCG", "τ-PSI", "overlap"),
+        rows=tuple(rows),
+        note="paired over held-out queries, with 95 % intervals; lower τ-PSI and higher overlap are steadier",
+    )
+
+
+if __name__ == "__main__":
+    main()
