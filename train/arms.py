@@ -66,10 +66,10 @@ def settings_of(config: Path) -> tuple[dict[str, TrainSettings], Path, str | Non
     if baseline is not None and baseline not in arms:
         raise BadArgument(f"{config}: baseline '{baseline}' is none of the arms {', '.join(arms)}")
     output = Path(said.pop("output"))
-    found = {
-        name: load(TrainSettings, file=None, given={**said, **(own or {}), "output": str(output / name)})
-        for name, own in arms.items()
-    }
+    found = {}
+    for name, own in arms.items():
+        given = {key.replace("-", "_"): value for key, value in {**said, **(own or {})}.items()}
+        found[name] = load(TrainSettings, file=None, given={**given, "output": str(output / name)})
     for name, settings in found.items():
         if settings.heldout_pools is None:
             raise BadArgument(f"{config}, arm '{name}': arms are compared on held-out queries; give heldout-pools")

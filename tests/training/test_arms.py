@@ -32,7 +32,7 @@ def arms(bench: Bench, **more: Any) -> Path:
         **{name: value for name, value in bench.settings.items() if name != "output"},
         "heldout_pools": str(bench.place / "held"),
         "heldout_qrels": str(bench.place / "held.txt"),
-        "evaluate_presentations": 2,
+        "evaluate-presentations": 2,
         "max_steps": 2,
         "output": str(bench.place / "arms"),
         "baseline": "shuffled",
