@@ -39,8 +39,8 @@ _WORDS = (
     "same_doc_max_bigram_similarity",
     "content_length_log",
 )
-_RARE = 0.1
-"""A query's bigram is distinctive if at most this share of the pool's candidates has it."""
+_RARE = 10
+"""A query's bigram is distinctive if at most one in so many of the pool's candidates has it, rounded up."""
 
 
 class FeatureMaker:
@@ -154,7 +154,7 @@ class FeatureMaker:
         passages = [self._passage(text) for text in pool.texts]
         shared = [query.passage.bigrams & p.bigrams for p in passages]
         spread = Counter(bigram for found in shared for bigram in found)
-        most = max(1, math.ceil(_RARE * len(passages)))
+        most = max(1, -(-len(passages) // _RARE))
         rare = {bigram for bigram, n in spread.items() if n <= most}
         same_count, same_similarity = self._same_document(pool, passages)
         own, n = query.passage, len(passages)

@@ -97,7 +97,7 @@ class RunFolder:
                 raise InvalidData(f"{shard} holds scores of other candidates; remove {place} to score them again")
             yield record
 
-    def publish(self, report: Report, *, pictures: bool = True) -> Path:
+    def publish(self, report: Report) -> Path:
         """Write the report: index.html, report.md, report.json, tables/*.csv, figures/*.svg, whole or not at all."""
         place = self.folder / "report"
         clear_left_overs(place)
@@ -107,7 +107,7 @@ class RunFolder:
             for section in report.sections:
                 for table in section.tables:
                     write_table(table, fresh / "tables" / f"{slug(table.title)}.csv")
-                for picture in section.pictures if pictures else ():
+                for picture in section.pictures:
                     _write(fresh / "figures" / f"{slug(picture.title)}.svg", picture.svg)
             write_json(fresh / "report.json", as_json(report))
             _write(fresh / "report.md", as_markdown(report))

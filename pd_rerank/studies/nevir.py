@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from pd_rerank._extras import need
 from pd_rerank.errors import BadArgument, InvalidData, PdRerankError
 from pd_rerank.evaluation.pairs import Case, Direction, designate, keep_apart, read_pairs
 from pd_rerank.evaluation.preference import PairOutcome, pair_only_outcomes, pair_outcomes
@@ -99,6 +100,8 @@ class Study:
 
 def run(settings: NevirSettings, folder: RunFolder) -> Study:
     """Do what is not done yet, stage by stage, and return the whole."""
+    if settings.train is not None:
+        need("lightgbm", extra="ltr", purpose="trees are trained by 'lightgbm'")
     not_run: list[NotRun] = []
     parts = read_parts(settings, folder)
     entries: dict[str, dict[str, Entry]] = {
