@@ -104,7 +104,16 @@ class ClusterWork(Work):
         need("ray", extra="ray", purpose="rerank_ray runs on Ray Data")
         import ray
 
-        ray.init(address=self.settings.address, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
+        try:
+            ray.init(
+                address=self.settings.address, include_dashboard=False, log_to_driver=False, logging_level="WARNING"
+            )
+        except Exception as error:
+            # Ray's helpers have seconds to come up; on a machine with other work they may not, and its error is bare.
+            raise EngineFailure(
+                f"Ray did not start, or no cluster answered ({' '.join(str(error).split())[:200]}); free processors "
+                "here, or start a cluster and name it with --address"
+            ) from error
         try:
             with progress_bar(job, shown=progress, doing=doing) as on_windows:
                 job.score_shards(partial(self._on_workers, job, on_windows))

@@ -125,9 +125,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def until(true: Callable[[], bool], seconds: float = 600.0) -> None:
+def until(true: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 600.0) -> None:
+    """Wait until something is so; a process that ends before is the test's failure."""
     deadline = time.monotonic() + seconds
     while not true():
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"it ended first, with {process.returncode}: {process.communicate()[1][-500:]}")
         assert time.monotonic() < deadline, "it did not become so in time"
         time.sleep(0.02)
 
@@ -151,7 +154,7 @@ def test_two_workers_write_the_bytes_of_one_process(tmp_path: Path, runs: Runs, 
 def test_a_killed_worker_costs_its_shard_and_nothing_else(tmp_path: Path, runs: Runs, alone: dict[str, bytes]) -> None:
     before = runs.engines()
     process = runs.start(tmp_path / "two", delay=1.0)
-    until(lambda: shards(tmp_path / "two") >= 1)
+    until(lambda: shards(tmp_path / "two") >= 1, process)
     victim = min(runs.engines() - before)
     os.kill(victim, signal.SIGKILL)
     _, err = process.communicate(timeout=900)
@@ -166,7 +169,7 @@ def test_after_a_killed_driver_the_same_command_goes_on_and_so_does_one_process(
     for name, ray in (("two", True), ("three", False)):
         before = runs.engines()
         process = runs.start(tmp_path / name, delay=0.5)
-        until(lambda name=name: shards(tmp_path / name) >= 2)  # type: ignore[misc]
+        until(lambda name=name: shards(tmp_path / name) >= 2, process)  # type: ignore[misc]
         process.kill()
         process.communicate(timeout=60)
         workers = runs.engines() - before
