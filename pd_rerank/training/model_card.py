@@ -95,7 +95,9 @@ def _use(record: Mapping[str, Any], base: str, form: str) -> Iterator[str]:
     options: dict[str, Any] = {} if form == "merged" else {"adapter": name}
     shipped = RUBRICS.get(rubric["name"])
     own = shipped is None or list(shipped.grades) != rubric["grades"] or shipped.system != rubric["system"]
-    if not own and shipped is not None:
+    if own:
+        options["rubric"] = name
+    elif shipped is not None:
         if shipped.name != "passage_relevance":
             options["rubric"] = shipped.name
         if shipped.instruction != rubric["instruction"]:
@@ -103,7 +105,7 @@ def _use(record: Mapping[str, Any], base: str, form: str) -> Iterator[str]:
     for option, usual in (("window", 20), ("partition", "round_robin"), ("markers", "numeric"), ("placeholder", "0")):
         if record.get(option) not in (None, usual):
             options[option] = record[option]
-    if record["max_doc_chars"] != rubric["max_doc_chars"]:
+    if not own and record["max_doc_chars"] != rubric["max_doc_chars"]:
         options["max_doc_chars"] = record["max_doc_chars"]
     if record["layout"] == "plain":
         options["chat"] = False
@@ -116,7 +118,7 @@ def _use(record: Mapping[str, Any], base: str, form: str) -> Iterator[str]:
     yield 'ranker.rank("how long do bees live", ["A worker bee lives six weeks.", "The ferry leaves at nine."])'
     yield "```"
     if own:
-        yield "\nIts rubric is its own: `pd_rerank.training.adapters.prompt_of` makes the prompt from `reranker.json`."
+        yield "\nIts rubric is its own, and the folder is named for it; the cap on a document's text comes with it."
     yield "\nAnother prompt than this was made with, or another base, is refused with what differs."
 
 

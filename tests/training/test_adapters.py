@@ -20,7 +20,7 @@ from pd_rerank.pool import Candidate, Pool
 from pd_rerank.prompt import GradePrompt
 from pd_rerank.scores import ScoreTable
 from pd_rerank.scoring import Scoring, score_pools
-from tests.engines.fake_vllm import Behaviour, vllm
+from tests.engines.fake_vllm import Behaviour, vllm  # noqa: F401 (the fixture)
 from tests.engines.tiny import tiny
 from tests.tokenizers_for_tests import byte_level
 
@@ -42,8 +42,6 @@ from pd_rerank.training.adapters import (  # noqa: E402
     save_adapter,
 )
 from pd_rerank.training.selection import Evaluation, best_ndcg  # noqa: E402
-
-__all__ = ["vllm"]
 
 BODY = ["q_proj", "v_proj", "down_proj"]
 TEXTS = [
@@ -192,7 +190,7 @@ def test_the_canary_of_cast_weights_is_theirs_and_the_model_keeps_its_own(base: 
     assert not np.array_equal(whole, canary.logits)
 
 
-def test_engines_find_it_and_refuse_to_read_otherwise(base: Path, tmp_path: Path, vllm: Behaviour) -> None:
+def test_engines_find_it_and_refuse_to_read_otherwise(base: Path, tmp_path: Path, vllm: Behaviour) -> None:  # noqa: F811
     from tests.engines.model_servers import ModelServer
 
     folder, how = saved(base, tmp_path / "adapter"), {"dtype": "float32", "quiet": True}

@@ -8,12 +8,13 @@ from types import ModuleType
 from typing import Any, get_args
 
 import pytest
+import yaml
 
 from pd_rerank.config import RECIPES, TrainSettings, load
 from pd_rerank.errors import BadArgument
 from tests.training.runs import CONFIGS
 
-FILES = sorted(CONFIGS.glob("*.yaml"))
+FILES = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswith(("rubric-", "arms-", "start-")))
 
 PLACES = {"pools": "p", "labels": "l", "output": "o"}
 
@@ -25,6 +26,18 @@ def settings(**given: Any) -> TrainSettings:
 def test_there_is_a_config_for_each_task_on_accelerators_and_on_a_cpu() -> None:
     tasks = {"passages", "qa", "responses"}
     assert {path.stem for path in FILES} == tasks | {f"cpu-small-{task}" for task in tasks}
+
+
+def test_what_the_small_configs_start_from_and_every_arm_loads() -> None:
+    start = load(TrainSettings, file=CONFIGS / "start-small-passages.yaml")
+    assert (start.recipe, start.cpu) == ("single_order", True)
+    shared = yaml.safe_load((CONFIGS / "arms-small-passages.yaml").read_text(encoding="utf-8"))
+    arms, baseline = shared.pop("arms"), shared.pop("baseline")
+    shared = {name.replace("-", "_"): value for name, value in shared.items()}
+    found = {name: load(TrainSettings, given={**shared, **own}) for name, own in arms.items()}
+    assert baseline in found
+    assert [s.consistency for name, s in found.items() if name.startswith("oc_sft")] == [1, 3, 5]
+    assert {s.max_steps for s in found.values()} == {16}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
