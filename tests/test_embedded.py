@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,10 +18,12 @@ from typing import Any
 
 import pytest
 
-from pd_rerank import embedded
+from pd_rerank import OCSFTBatchedReranker, embedded
 from pd_rerank.embedded import EMBEDDED, EmbeddedModel, cache_folder, resolve_model
+from pd_rerank.engines.adapters import open_adapter
 from pd_rerank.errors import InvalidData, MissingExtra, MissingResource
 from pd_rerank.files import sha256_file
+from pd_rerank.rubrics import load_rubric
 
 MEMBERS = {
     "toy_model/__init__.py": b"raise SystemExit('imported')",
@@ -444,3 +447,48 @@ def test_the_real_model_continues_a_sentence() -> None:
     with torch.inference_mode():
         best = model(input_ids=ids).logits[0, -1].argmax()
     assert tokenizer.decode([int(best)]).strip() == "Paris"
+
+
+# -- adapters that come with the package ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", embedded.ADAPTERS)
+def test_an_adapter_of_the_package_is_small_and_found_by_name(name: str) -> None:
+    folder = embedded.adapter_folder(name)
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 6_000_000
+    opened = open_adapter(name)
+    assert (opened.base, opened.rank) == ("smollm2-135m", 8)
+    assert opened.card is not None
+    assert load_rubric(name).grades == tuple(opened.card["rubric"]["grades"])
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert f'adapter="{name}", rubric="{name}"' in text
+    assert not re.search(r"/tmp/|/home/|/root/", text + json.dumps(opened.card))
+
+
+def test_a_folder_of_ones_own_wins_over_an_adapter_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / embedded.ADAPTERS[0]).mkdir()
+    assert embedded.adapter_folder(embedded.ADAPTERS[0]) == Path(embedded.ADAPTERS[0])
+
+
+@pytest.mark.real_model
+def test_the_adapter_ranks_the_passage_about_the_query_first() -> None:
+    name = embedded.ADAPTERS[0]
+    options = {"dtype": "float32", "window": 2, "partition": "contiguous"}
+    trained = OCSFTBatchedReranker("smollm2-135m", adapter=name, rubric=name, **options)
+    texts = [
+        "Rye bread keeps for a week when it is wrapped in cloth.",
+        "The last ferry to the island leaves at nine in the evening.",
+        "Bees find flowers by colour and by scent.",
+        "The museum shows clocks of five centuries.",
+    ]
+    queries = [
+        "How long does rye bread keep?",
+        "When does the last ferry leave for the island?",
+        "How do bees find flowers?",
+        "What does the museum show?",
+    ]
+    first = [results.top_k(1)[0].document.doc_id for results in trained.rank_many(queries, [texts] * len(queries))]
+    assert sum(place == query for query, place in enumerate(first)) >= 3

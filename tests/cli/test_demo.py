@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pd_rerank.cli import app
@@ -270,3 +272,32 @@ def test_every_way_is_compared_with_hand_worked_figures() -> None:
     assert found["top1_changes"] == 1
     assert found["ndcg10"] == pytest.approx((1 + 1 / np.log2(3) + 1 / np.log2(5)) / 3)
     assert module._compare([pool], [table], [np.ones(4)], pairs=[(0, 2)])["retained_overlap"] == pytest.approx(1 / 3)
+
+
+class Trained(FakeEngine):
+    """A fake with the card of an adapter."""
+
+    adapter_card: dict[str, Any] = {"window": 2, "partition": "contiguous"}  # noqa: RUF012
+
+
+def test_what_training_does_stands_beside_the_bare_model_in_the_adapters_own_prompt_and_windows() -> None:
+    found = module.training(
+        FakeEngine(position_bias=0.6),
+        Trained(position_bias=0.0),
+        "smollm2-135m-passages",
+        queries=2,
+        candidates=6,
+        orders=3,
+        seed=0,
+    )
+    bare, trained = found["rows"]
+    assert (bare["way"], trained["way"], found["window"], found["orders"]) == ("bare model", "with adapter", 2, 3)
+    assert bare["kendall_tau"] < 1.0 == trained["kendall_tau"]
+    assert bare["mean_score_change"] > 0.0 == trained["mean_score_change"]
+    shown = figures(FakeEngine(), candidates=6) | {"training": found}
+    stream = io.StringIO()
+    module.show(shown, Console(file=stream, width=80, highlight=False, markup=False))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    line = next(line for line in text.splitlines() if line.startswith("with adapter"))
+    assert re.split(r"\s{2,}", line.strip())[1] == f"{trained['ndcg10']:.2f}"
