@@ -101,7 +101,7 @@ def demo(
         seed=seed,
     )
     own = f"{model}-passages"
-    if adapter is None and own in ADAPTERS:
+    if adapter is None and not fake and own in ADAPTERS:
         logger.info("loading %s with its adapter %s", model, own)
         trained = load_engine(model, adapter=own)
         figures["training"] = training(
@@ -528,9 +528,9 @@ def _show_training(figures: Mapping[str, Any], quality: Mapping[str, Any], out: 
     )
     _show_rows(figures["rows"], out, {"nDCG\n@10": lambda row: _decimals(row["ndcg10"], 2)})
     out.print(
-        f"\nA random order has nDCG@10 {quality['random_ndcg10']:.2f}. Half an hour of training on one core taught it "
-        "what a passage is about, so that fewer decisions are left to the order; its card says on what, and how good "
-        "it is."
+        f"\nA random order has nDCG@10 {quality['random_ndcg10']:.2f}. Half an hour of training on one core, on other "
+        "text, taught it something of what a passage is about. It is not trained to be consistent: what it decides "
+        "still moves with the order. Its card says what it was trained on and how good it is there."
     )
 
 
