@@ -64,7 +64,7 @@ def demo(
     """Show what the order of arrival does to ranks, scores and decisions, and what undoes it.
 
     The same queries and passages reach the reranker in several shuffled orders. Nothing else changes, so
-    whatever changes in the answers is the order's doing. Takes about two minutes on two CPU cores.
+    whatever changes in the answers is the order's doing. Takes two to six minutes on two CPU cores.
     """
     from rich.console import Console
 
