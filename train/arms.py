@@ -98,14 +98,17 @@ def done(name: str, settings: TrainSettings, *, untrained: bool) -> list[Evaluat
     """The evaluations of a run of `train/ocsft.py`, run first unless it is finished; `untrained`: of step 0 alone."""
     folder = Path(str(settings.output))
     evaluations = folder / "evaluations.jsonl"
-    if not (evaluations if untrained else folder / "adapter" / CARD).is_file():
-        config = folder.parent / f"{name}.yaml"
-        with whole_file(config) as stream:
-            yaml.safe_dump(settings.model_dump(mode="json", exclude_none=True), stream, sort_keys=False)
+    config, tried = folder.parent / f"{name}.yaml", folder.parent / f"{name}.next.yaml"
+    said = yaml.safe_dump(settings.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    finished = (evaluations if untrained else folder / "adapter" / CARD).is_file()
+    if not (finished and config.is_file() and config.read_text(encoding="utf-8") == said):
+        with whole_file(tried) as stream:  # under its own name once it is done: other settings are to be refused again
+            stream.write(said)
         words = ["--evaluate-first", "--stop-after", "0"] if untrained else []
-        command = [sys.executable, str(Path(__file__).with_name("ocsft.py")), "--config", str(config), *words]
+        command = [sys.executable, str(Path(__file__).with_name("ocsft.py")), "--config", str(tried), *words]
         if code := subprocess.run(command, check=False).returncode:
             raise SystemExit(code)
+        tried.replace(config)
     return read_evaluations(evaluations)
 
 

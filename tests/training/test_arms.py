@@ -60,6 +60,11 @@ def test_arms_are_trained_and_shown_beside_the_base(bench: Bench) -> None:
     assert (again.returncode, again.stdout[-len(done.stdout) :]) == (0, again.stdout)
     assert {path: path.read_bytes() for path in before} == before
 
+    for _ in range(2):  # finished arms of other settings are not passed off as these
+        other = script("arms.py", "--config", arms(bench, max_steps=3), "--only", "steady")
+        assert (other.returncode, other.stdout) == (2, "")
+        assert "holds another training run (settings.max_steps is 2 there, 3 here)" in other.stderr
+
 
 @pytest.mark.parametrize(
     ("more", "says"),
