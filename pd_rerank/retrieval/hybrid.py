@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pd_rerank.errors import BadArgument, InvalidData, MissingResource
+from pd_rerank.errors import BadArgument, InvalidData, MissingResource, PdRerankError
 from pd_rerank.files import (
     RunHit,
     clear_left_overs,
@@ -601,8 +601,8 @@ def _route(name: str, route: RouteSettings, settings: PoolSettings) -> Route:
     def open_index() -> Searcher:
         try:
             return open_searcher(route.type, index, threads=settings.threads, **options)
-        except MissingResource as error:
-            raise MissingResource(f"route '{name}': {error}") from error
+        except PdRerankError as error:
+            raise type(error)(f"route '{name}': {error}") from error
 
     depends_on = {"type": route.type, "index": str(index), "index_sha256": _fingerprint(index), **options}
     return Route(name=name, source=SearchSource(open_index, depends_on=depends_on), depth=depth)

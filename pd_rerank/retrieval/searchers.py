@@ -341,13 +341,24 @@ class BM25Searcher(_LuceneSearcher):
             raise BadArgument(f"BM25 takes k1 of at least 0 and b in [0, 1], got k1={k1}, b={b}")
         super().__init__(index, text_index=text_index, threads=threads)
         self.k1, self.b = float(k1), float(b)
-        self.language = language or str(self.manifest.get("language", "en"))
+        self.language = language or self._made_for
         self.rm3 = RM3() if rm3 is True else rm3 or None
         self._simple: Any = None
         self._analyzer = self._set_up()
 
+    @property
+    def _made_for(self) -> str:
+        return str(self.manifest.get("language", "en"))
+
     def _set_up(self) -> Any:
         check_language(self.language)
+        if self.manifest and self.language != self._made_for:
+            logger.warning(
+                "%s was made with the analyzer of '%s' and is searched with that of '%s': words may not meet",
+                self.index,
+                self._made_for,
+                self.language,
+            )
         similarity = java_class("org.apache.lucene.search.similarities.BM25Similarity")(self.k1, self.b)
         self._searcher.setSimilarity(similarity)
         simple = java_class("io.anserini.search.SimpleSearcher")(str(self.index))

@@ -390,11 +390,16 @@ def test_wrong_arguments_are_refused(lucene: Path) -> None:
             RM3(**settings)  # type: ignore[arg-type]
 
 
-def test_a_language_without_an_analyzer_is_refused_where_anserini_takes_english(lucene: Path, tmp_path: Path) -> None:
+def test_a_language_without_an_analyzer_is_refused_where_anserini_takes_english(
+    lucene: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "corpus.tsv").write_text("d1\tone text\n")
     with pytest.raises(BadArgument, match="no analyzer for language 'xx'; choose ar, bn, da, de, en"):
         index_bm25(tmp_path / "corpus.tsv", tmp_path / "index", language="xx")
     assert not (tmp_path / "index").exists()
     with pytest.raises(BadArgument, match="no analyzer for language 'xx'"):
         BM25Searcher(lucene / "bm25", language="xx")
+    BM25Searcher(lucene / "bm25", language="en").close()
+    assert not caplog.messages
     BM25Searcher(lucene / "bm25", language="de").close()
+    assert "made with the analyzer of 'en' and is searched with that of 'de'" in caplog.text
