@@ -54,6 +54,9 @@ class RunFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.rglob(".*.????????.part"):  # of files a killed run was writing
+            if left_over.is_file():
+                left_over.unlink()
 
     def record(self, settings: Mapping[str, Any], inputs: Mapping[str, Path], libraries: Sequence[str]) -> None:
         """Write run.json: settings, versions, and the SHA-256 of the files the run starts from."""
