@@ -51,6 +51,12 @@ ALLOWED: dict[str, set[str]] = {
     "retrieval": LOW | {"pool", "embedded", "retrieval"},
     "ltr": LOW | {"pool", "scores", "evaluation.pairs", "retrieval.fusion", "ltr"},
     "studies": CORE | {"config", "engines", "evaluation", "ltr", "reranker", "retrieval", "studies"},
+    "studies.order_settings": {"config", "studies.folder"},
+    "studies.order_templates": {"files"},
+    "studies.order_data": LOW | {"pool", "evaluation", "studies"},
+    "studies.order_reader": LOW | {"engines", "studies"},
+    "studies.order": CORE | {"embedded", "engines", "evaluation", "studies"},
+    "studies.order_report": CORE | {"evaluation", "studies"},
     "training": CORE | {"engines", "embedded", "evaluation", "proof", "training"},
     "cli": CORE
     | {"config", "job", "proof", "embedded", "engines", "evaluation", "retrieval", "training", "cli"}

@@ -18,6 +18,7 @@ from pd_rerank.evaluation.resampling import (
     GROUPS,
     QUERIES,
     Interval,
+    Recipe,
     group_bootstrap,
     holm,
     paired_bootstrap,
@@ -46,12 +47,16 @@ RESAMPLES = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of several systems: values by unit (a query, or a labelled direction with its source group)."""
+    """One figure of several systems: values by unit (a query, or a labelled direction with its source group).
+
+    `recipe` is how queries are resampled; source groups have their own.
+    """
 
     name: str
     better: int
     values: Mapping[str, Mapping[str, float]]
     groups: Mapping[str, str] = field(default_factory=dict)
+    recipe: Recipe = QUERIES
 
     def interval(self, system: str) -> Interval | None:
         """The mean over the units that have it, with its interval; None where none has."""
@@ -76,7 +81,7 @@ class Figure:
 
     def _resampled(self, values: Mapping[str, float]) -> Interval:
         if not self.groups:
-            return paired_bootstrap(list(values.values()))
+            return paired_bootstrap(list(values.values()), self.recipe)
         return group_bootstrap(list(values.values()), [self.groups[unit] for unit in values])
 
 

@@ -1,0 +1,88 @@
+"""The order study on one's own machine: what scorers decide about the same candidates in another order.
+
+    python pipelines/order_dependence.py --config pipelines/configs/order_smoke.yaml
+
+The config names tasks (queries with candidates and what is known of these), scorers, who uses their rankings, and
+controls; see docs/order_study.md. Paths are relative to the working folder. Everything that is done is kept in the
+output folder: after an interruption the same command goes on. The report is `<output>/report/index.html`, its tables
+are CSV files beside it.
+
+Exit codes: 0 all done, 7 something could not be run (the report says what and why), others as `pd-rerank`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from pd_rerank import PdRerankError
+from pd_rerank.config import load
+from pd_rerank.evaluation.report import check_destination
+from pd_rerank.studies.folder import RunFolder, write_table
+from pd_rerank.studies.order import run
+from pd_rerank.studies.order_data import files_of
+from pd_rerank.studies.order_report import report, timing
+from pd_rerank.studies.order_settings import OrderSettings
+
+LIBRARIES = ("numpy", "scipy", "torch", "transformers", "peft", "vllm", "rerankers", "matplotlib")
+
+
+def main() -> int:
+    args = arguments()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("pd_rerank").setLevel(logging.INFO)
+    try:
+        settings = load(OrderSettings, file=args.config, given={"output": args.output})
+        if args.queries or args.presentations:
+            settings = smaller(settings, args.queries, args.presentations)
+        folder = RunFolder(settings.output)
+        check_destination(settings.output / "check")
+        folder.record(settings.model_dump(mode="json"), inputs(settings, args.config), LIBRARIES)
+        study = run(settings, folder)
+        place = folder.publish(report(study))
+        write_table(timing(study), settings.output / "seconds.csv")
+    except PdRerankError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    failed = [item for item in study.not_run if item.failed]
+    for item in failed:
+        print(f"not run: {item.what}: {item.why}", file=sys.stderr)
+    print(place / "index.html")
+    return 7 if failed else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="run folder, in place of the config's")
+    parser.add_argument("--queries", type=int, help="of every task at most so many, to try a config out")
+    parser.add_argument("--presentations", type=int, help="in place of the config's, to try a config out")
+    return parser.parse_args()
+
+
+def smaller(settings: OrderSettings, queries: int | None, presentations: int | None) -> OrderSettings:
+    """The same study on fewer queries and presentations; ensembles of more than fit are skipped, and said to be."""
+    said = settings.model_dump(exclude_unset=True)
+    for task in said["tasks"].values():
+        if queries is not None:
+            task["queries"] = min(queries, task.get("queries") or queries)
+    for control in said.get("controls", {}).values():
+        if queries is not None and "queries" in control:
+            control["queries"] = min(queries, control["queries"])
+    if presentations is not None:
+        said["presentations"] = presentations
+    return load(OrderSettings, given=said)
+
+
+def inputs(settings: OrderSettings, config: Path) -> dict[str, Path]:
+    """The files whose hashes the run records: the config, and what every task is read from."""
+    named = {"config": config}
+    for name, task in settings.tasks.items():
+        named |= {f"{name}, {what}": path for what, path in files_of(task).items() if path.is_file()}
+    return named
+
+
+if __name__ == "__main__":
+    sys.exit(main())
