@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import datetime
+import errno
 import glob
 import gzip
 import hashlib
@@ -26,6 +27,9 @@ from typing import IO, Any, NamedTuple
 
 from pd_rerank import __version__
 from pd_rerank.errors import BadArgument, InvalidData, MissingResource
+
+if sys.platform != "win32":  # there two processes in one folder are the user's own care
+    import fcntl
 
 logger = logging.getLogger("pd_rerank")
 
@@ -119,6 +123,25 @@ def clear_left_overs(path: str | Path) -> None:
     for ending in ("part", "old"):  # eight letters are what mkdtemp puts between
         for left_over in target.parent.glob(f".{glob.escape(target.name)}.????????.{ending}"):
             shutil.rmtree(left_over, ignore_errors=True)
+
+
+def hold_folder(path: str | Path, *, busy: str) -> int | None:
+    """Keep other processes out of a folder; returns the handle whose closing lets it go, as does the process's end.
+
+    A folder that another process holds is `BadArgument` with the message `busy`. None where folders cannot be locked.
+    """
+    if sys.platform == "win32":
+        return None
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise BadArgument(busy) from None
+        logger.debug("%s cannot be locked (%s)", path, error)
+        return None
+    return lock
 
 
 def check_place(path: str | Path) -> None:

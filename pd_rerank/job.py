@@ -6,12 +6,10 @@ written from them: what they hold depends on pools and settings alone, never on 
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +25,7 @@ from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingRes
 from pd_rerank.files import (
     SCORED_WITH,
     check_folder,
+    hold_folder,
     manifest,
     read_json,
     run_word,
@@ -39,9 +38,6 @@ from pd_rerank.pool import Pool, pool_sha256, pools_sha256
 from pd_rerank.prompt import Prompt
 from pd_rerank.scores import Readout, ScoreTable, SlotResidual, read_scores, write_scores
 from pd_rerank.scoring import Scoring, score_pools
-
-if sys.platform != "win32":  # there two processes in one folder are the user's own care
-    import fcntl
 
 logger = logging.getLogger("pd_rerank")
 
@@ -246,20 +242,9 @@ class RerankJob:
 
     def _hold(self) -> None:
         """Keep other processes out of the folder until results are written; the system frees it when a process dies."""
-        if self._lock is not None or sys.platform == "win32":
-            return
-        lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise BadArgument(
-                    f"another process is working in {self.folder}; wait for it, or name another folder"
-                ) from None
-            logger.debug("%s cannot be locked (%s)", self.folder, error)
-            return
-        self._lock = lock
+        if self._lock is None:
+            busy = f"another process is working in {self.folder}; wait for it, or name another folder"
+            self._lock = hold_folder(self.folder, busy=busy)
 
     def _let_go(self) -> None:
         if self._lock is not None:

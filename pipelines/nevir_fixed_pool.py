@@ -34,12 +34,12 @@ def main() -> int:
     logging.getLogger("pd_rerank").setLevel(logging.INFO)
     try:
         settings = load(NevirSettings, file=args.config, given={"output": args.output})
-        folder = RunFolder(settings.output)
-        check_destination(settings.output / "check")
-        folder.record(settings.model_dump(mode="json"), inputs(settings, args.config), LIBRARIES)
-        study = run(settings, folder)
-        place = folder.publish(report(study))
-        write_table(timing(study), settings.output / "seconds.csv")
+        with RunFolder(settings.output) as folder:
+            check_destination(settings.output / "check")
+            folder.record(settings.model_dump(mode="json"), inputs(settings, args.config), LIBRARIES)
+            study = run(settings, folder)
+            place = folder.publish(report(study))
+            write_table(timing(study), settings.output / "seconds.csv")
     except PdRerankError as error:
         print(error, file=sys.stderr)
         return error.exit_code

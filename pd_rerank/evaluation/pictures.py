@@ -276,8 +276,51 @@ def preference_position(
     return _scatter(points, x_label, y_label, title)
 
 
+def order_preference_position(
+    preference: Sequence[Point],
+    position: Sequence[Point],
+    *,
+    x_label: str = "τ-PSI (lower is steadier)",
+    y_label: str = "strict preference (full), MRR (open)",
+    title: str = "Order, preference and position",
+) -> str:
+    """Systems by how much order moves them, each with two series: full marks for preference, open ones for position.
+
+    Both lists name the same systems in one order and share their x. A system with an undefined figure is named in the
+    legend and not drawn.
+    """
+    if [point.name for point in preference] != [point.name for point in position]:
+        raise BadArgument("preference and position are drawn for the same systems, in one order")
+    marks = _marks(len(preference))
+
+    def paint(axes: Any) -> None:
+        legend = []
+        for full, open_, (colour, shape) in zip(preference, position, marks, strict=True):
+            x, *heights = _floats(full.x, full.y, open_.y)
+            if not np.isfinite([x, *heights]).all():
+                legend.append(_mark(f"{_short(full.name)} (undefined)", colour, ""))
+                continue
+            axes.vlines(x, *heights, color=colour, linewidth=0.8, linestyle=":")
+            for point, face in ((full, colour), (open_, "none")):
+                x_low, x_high, y, y_low, y_high = _floats(point.x_low, point.x_high, point.y, point.y_low, point.y_high)
+                axes.hlines(y, x_low, x_high, color=colour, linewidth=1.2, alpha=0.6)
+                axes.vlines(x, y_low, y_high, color=colour, linewidth=1.2, alpha=0.6)
+                axes.plot(x, y, shape, color=colour, markerfacecolor=face, markersize=7)
+            legend.append(_mark(_short(full.name), colour, shape))
+        axes.set(xlabel=_short(x_label, 60), ylabel=_short(y_label, 40))
+        axes.margins(0.08)
+        _legend(axes, legend)
+
+    return _draw(title, paint, height=3.3 + 0.2 * ((len(preference) + 1) // 2))
+
+
+def _marks(count: int) -> list[tuple[str, str]]:
+    """A colour and a shape for each of `count` systems."""
+    return [(COLOURS[i % len(COLOURS)], _SHAPES[(i + i // len(COLOURS)) % len(_SHAPES)]) for i in range(count)]
+
+
 def _scatter(points: Sequence[Point], x_label: str, y_label: str, title: str) -> str:
-    marks = [(COLOURS[i % len(COLOURS)], _SHAPES[(i + i // len(COLOURS)) % len(_SHAPES)]) for i in range(len(points))]
+    marks = _marks(len(points))
 
     def paint(axes: Any) -> None:
         legend = []

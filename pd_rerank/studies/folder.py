@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pd_rerank.evaluation.page import page
 from pd_rerank.evaluation.report import Cell, Report, Table, as_json, as_markdown, defined
 from pd_rerank.files import (
     clear_left_overs,
+    hold_folder,
     read_json,
     sha256_file,
     versions,
@@ -43,9 +45,13 @@ class Scorer(Protocol):
         """Tokens read and written so far, by name, None where they are not known; empty where nobody counts."""
         ...
 
+    def presentations(self) -> list[int] | None:
+        """How many presentations each pool of the last `score` took; None where a pool is read as it is, once."""
+        ...
+
 
 class RunFolder:
-    """A folder in which a study runs, stops at any moment, and goes on.
+    """A folder in which a study runs, stops at any moment, and goes on; held by one process at a time.
 
     Every stage lies under a name that ends in a digest of all it depends on and appears whole or not at all: what is
     there is taken as it is, and a changed setting makes another stage beside it instead of spoiling it.
@@ -54,9 +60,26 @@ class RunFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        busy = f"another process is working in {self.folder}; wait for it, or name another folder"
+        self._lock = hold_folder(self.folder, busy=busy)
         for left_over in self.folder.rglob(".*.????????.part"):  # of files a killed run was writing
             if left_over.is_file():
                 left_over.unlink()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        lock, self._lock = getattr(self, "_lock", None), None
+        if lock is not None:
+            os.close(lock)
 
     def record(self, settings: Mapping[str, Any], inputs: Mapping[str, Path], libraries: Sequence[str]) -> None:
         """Write run.json: settings, versions, and the SHA-256 of the files the run starts from."""
@@ -84,7 +107,8 @@ class RunFolder:
         """Score pools in shards of `size`, each kept as it is done; yields each shard's record, in order.
 
         The scorer is opened when the first missing shard is come to. A record holds `queries` (query_id, doc_ids,
-        scores), `seconds` (wall, cpu: from pools handed over to scores in hand, loading left out) and `tokens`.
+        scores, and presentations where they are counted), `seconds` (wall, cpu: from pools handed over to scores in
+        hand, loading left out) and `tokens`.
         """
         place = self.place(name, key)
         scorer: Scorer | None = None
@@ -143,15 +167,14 @@ def _scored(scorer: Scorer, pools: Sequence[Pool]) -> dict[str, Any]:
     scores = scorer.score(pools)
     seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
     after = scorer.tokens()
+    queries: list[dict[str, Any]] = [
+        {"query_id": pool.query_id, "doc_ids": list(pool.doc_ids), "scores": [defined(score) for score in found]}
+        for pool, found in zip(pools, scores, strict=True)
+    ]
+    for query, taken in zip(queries, scorer.presentations() or (), strict=False):
+        query["presentations"] = taken
     return {
-        "queries": [
-            {
-                "query_id": pool.query_id,
-                "doc_ids": list(pool.doc_ids),
-                "scores": [defined(score) for score in found],
-            }
-            for pool, found in zip(pools, scores, strict=True)
-        ],
+        "queries": queries,
         "seconds": seconds,
         "tokens": {
             name: None if now is None or (was := before.get(name, 0)) is None else now - was

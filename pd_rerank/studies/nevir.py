@@ -32,8 +32,9 @@ from pd_rerank.scores import Scores
 from pd_rerank.studies.collections import pools_of
 from pd_rerank.studies.folder import RunFolder
 from pd_rerank.studies.nevir_settings import CollectionSettings, NevirSettings, ScorerSettings
-from pd_rerank.studies.scorers import open_scorer, pointwise
+from pd_rerank.studies.scorers import failure_of, open_scorer, pointwise
 from pd_rerank.studies.templates import write_templates
+from pd_rerank.windows import permutation, view_seed
 
 logger = logging.getLogger("pd_rerank")
 
@@ -57,8 +58,10 @@ class Part:
 class Entry:
     """One ranker on one part: its outcomes, and where a window was reranked what that took and decided.
 
-    `grades` are the text scores by case, NaN where there are none; `pair_only` the outcomes of scoring the two
-    passages alone. `seconds` and `tokens` are what the scorer was measured to spend on this part.
+    `grades` are the text scores by case, NaN where there are none; `orders` those of the window in further orders, by
+    order and case, None for a case that was not asked again; `pair_only` the outcomes of scoring the two passages
+    alone. `presentations` is what a window took on average, None where a window is read as it is. `seconds` and
+    `tokens` are what the scorer was measured to spend on this part.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Entry:
     cases: tuple[Case, ...]
     rows: tuple[Reranked, ...] = ()
     grades: tuple[Scores, ...] = ()
+    orders: tuple[tuple[Scores | None, ...], ...] = ()
+    presentations: float | None = None
     pair_only: tuple[PairOutcome, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     tokens: Mapping[str, int | None] = field(default_factory=dict)
@@ -113,9 +118,12 @@ def run(settings: NevirSettings, folder: RunFolder) -> Study:
     for name, scorer in settings.scorers.items():
         try:
             read_by(name, scorer, settings, folder, parts, entries, not_run)
-        except PdRerankError as error:
-            logger.warning("%s is left out: %s", name, error)
-            not_run.append(NotRun(what=name, why=f"{type(error).__name__}: {error}", failed=True))
+        except Exception as error:
+            why = failure_of(error)
+            if why is None:
+                raise
+            logger.warning("%s is left out: %s", name, error, exc_info=not isinstance(error, PdRerankError))
+            not_run.append(NotRun(what=name, why=why, failed=True))
     return Study(
         settings=settings, parts=parts, entries=entries, rankers=rankers, columns=columns, not_run=tuple(not_run)
     )
@@ -326,7 +334,7 @@ def read_by(
         heads = _heads(part, cases, settings.window, with_pairs=pointwise(scorer))
         logger.info("%s: %d windows of %s", name, len(heads), part_name)
         shards = list(folder.scored(f"{name} {part_name}", key, heads, once, size=settings.shard_size))
-        found = _by_query(shards)
+        found, windows_read = _by_query(shards), list(shards)
         pair_scores = {c.direction.direction_id: _pair_of(c, found.get(str(c.query_id), {})) for c in cases}
         if not pointwise(scorer) and scorer.pair_only:
             alone = _pairs(part, cases)
@@ -334,6 +342,19 @@ def read_by(
             read = _by_query(more)
             pair_scores = {c.direction.direction_id: _pair_of(c, read.get(c.direction.direction_id, {})) for c in cases}
             shards += more
+        orders = []
+        asked = chosen(part, scorer.order_directions, seed=settings.seed)
+        again = {case.query_id for case in asked} if scorer.presentations > 1 and part_name == "test" else set()
+        for m in range(scorer.presentations if again else 0):
+            arrived = [_shuffled(p, seed=settings.seed, order=m) for p in heads if p.query_id in again]
+            which = {**key, "order": [settings.seed, m]}
+            more = list(folder.scored(f"{name} {part_name} order {m}", which, arrived, once, size=settings.shard_size))
+            read = _by_query(more)
+            orders.append(
+                tuple(_laid_out(c, read.get(str(c.query_id), {})) if c.query_id in again else None for c in cases)
+            )
+            shards += more
+            windows_read += more
         grades = tuple(_laid_out(case, found.get(str(case.query_id), {})) for case in cases)
         rows = tuple(window_rerank(cases, grades, k=settings.window))
         mine[name] = Entry(
@@ -342,6 +363,8 @@ def read_by(
             cases=tuple(cases),
             rows=rows,
             grades=grades,
+            orders=tuple(orders),
+            presentations=_spent(windows_read),
             pair_only=tuple(_alone(cases, pair_scores)) if scorer.pair_only else (),
             seconds={unit: math.fsum(shard["seconds"][unit] for shard in shards) for unit in ("wall", "cpu")},
             tokens=_tokens(shards),
@@ -413,6 +436,20 @@ def _sub_pool(pool: Pool, mask: np.ndarray[Any, np.dtype[np.bool_]], query_id: s
         query=pool.query,
         candidates=tuple(c for c, wanted in zip(pool.candidates, mask, strict=True) if wanted),
     )
+
+
+def _shuffled(pool: Pool, *, seed: int, order: int) -> Pool:
+    """The pool as it arrives in that order: a shuffle of its own for every query, so that no slot keeps one rank."""
+    own = view_seed(seed, epoch=order, query_id=pool.query_id, window=0)
+    shown = permutation(len(pool), seed=own)
+    return Pool(query_id=pool.query_id, query=pool.query, candidates=tuple(pool.candidates[i] for i in shown))
+
+
+def _spent(shards: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean number of presentations of a window, None where they are not counted."""
+    counts = [query.get("presentations") for shard in shards for query in shard["queries"]]
+    known = [count for count in counts if count is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _by_query(shards: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:

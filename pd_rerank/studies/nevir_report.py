@@ -43,6 +43,7 @@ from pd_rerank.evaluation.resampling import (
     sign_test,
 )
 from pd_rerank.studies.nevir import FUSION, Entry, Study, mixed, with_secondary
+from pd_rerank.studies.nevir_orders import order_sections
 
 _E0 = "E0"
 _N8 = "N=8"
@@ -66,6 +67,7 @@ def report(study: Study) -> Report:
         _contrasts(rankers),
         *_training(study),
         *_decided(rankers),
+        *order_sections(study),
         *_operating_points(study),
         *_interpolation(study),
         *_fallbacks(study),
@@ -552,7 +554,10 @@ def _costs(study: Study) -> Section:
         "part", "scorer", "queries", "candidates scored", "window grades asked", "had", "missing", "fallback queries",
         "changed", "had per query", "tokens in", "tokens out",
     )  # fmt: skip
-    note = "scored: with the pairs alone; tokens are counted by chat endpoints only; an unknown count is empty"
+    note = (
+        "scored: with the pairs alone and in every order; tokens are counted by chat endpoints only; an unknown count "
+        "is empty"
+    )
     text = (
         "Seconds stand in seconds.csv beside the report, since they differ from run to run: one scope for all scorers."
     )

@@ -80,7 +80,9 @@ class ScorerSettings(Settings):
     `type`: `rerankers` for any model of that library (a cross-encoder by default), `generated` for grades a chat
     model writes, `ocsft` for this package's batched reranker, `scores` for a scores folder or run that is there
     already. `options` go to its constructor. `directions` and `dev_directions` are how many test and development
-    directions it scores, whole groups; all by default. `skip` says why it is not run.
+    directions it scores, whole groups; all by default. `presentations` M > 1: the test windows are scored in M seeded
+    shuffles as well, so that order stability stands beside preference and position; `order_directions` limits them to
+    so many directions, the same first groups. `skip` says why it is not run.
     """
 
     type: Literal["rerankers", "generated", "ocsft", "scores"]
@@ -88,8 +90,16 @@ class ScorerSettings(Settings):
     options: dict[str, Any] = Field({})
     directions: int | None = Field(None, ge=1)
     dev_directions: int | None = Field(None, ge=0)
+    presentations: int = Field(1, ge=1)
+    order_directions: int | None = Field(None, ge=1)
     pair_only: bool = True
     skip: str | None = None
+
+    @model_validator(mode="after")
+    def _can_be_asked_again(self) -> Self:
+        if self.type == "scores" and self.presentations > 1:
+            raise ValueError("scores at hand are of one order; leave 'presentations' out")
+        return self
 
 
 class NevirSettings(Settings):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pd_rerank.decisions import Settle
 from pd_rerank.engines.generated import GeneratedEngine
-from pd_rerank.errors import BadArgument, EngineFailure
+from pd_rerank.errors import BadArgument, EngineFailure, PdRerankError
 from pd_rerank.evaluation.systems import read_system
 from pd_rerank.pool import Pool
 from pd_rerank.studies.folder import Scorer
@@ -28,6 +31,24 @@ def pointwise(settings: ScorerSettings) -> bool:
     if settings.type == "ocsft":
         return bool(settings.options.get("window", 20) == 1)
     return settings.type != "generated" or bool(settings.options.get("window", 1) == 1)
+
+
+def failure_of(error: Exception) -> str | None:
+    """Why a scorer could not be run, as a report says it; None where the error is our own code's fault.
+
+    A failure is what this package raises on purpose, what the system refuses (files, memory), and what comes out of
+    another library: raised in its code, of a type of its own, or the RuntimeError of compiled code. The standard
+    library is nobody's: what it raises is laid to whoever called it.
+    """
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, PdRerankError | OSError | MemoryError) or type(error) is RuntimeError:
+        return said
+    homes = [type(error).__module__]
+    homes += [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [name.partition(".")[0] for name in homes]
+    last = next((name for name in reversed(names[1:]) if name not in sys.stdlib_module_names), "")
+    ours = {"", "pd_rerank", "builtins"} | sys.stdlib_module_names
+    return said if {names[0], last} - ours else None
 
 
 class CrossEncoder:
@@ -65,6 +86,10 @@ class CrossEncoder:
         """Nobody counts."""
         return {}
 
+    def presentations(self) -> list[int] | None:
+        """None: there is one reading."""
+        return None
+
 
 class Batched:
     """`OCSFTBatchedReranker`: grades read from token probabilities, or with `written` grades that a model writes.
@@ -76,12 +101,16 @@ class Batched:
         from pd_rerank.reranker import OCSFTBatchedReranker
 
         given = {"engine": "generated", "rubric": "evidence", "window": 1, **options} if written else dict(options)
+        if given.get("settle") is not None:
+            given["settle"] = _settle(given["settle"])
         self.ranker = OCSFTBatchedReranker(model, verbose=0, **given)
         self.top = len(self.ranker.prompt.grade_ids) - 1 if written else 1
+        self._taken: list[int] = []
 
     def score(self, pools: Sequence[Pool]) -> list[list[float | None]]:
         """Served scores of every candidate: expected grades in [0, 1], or the written grades themselves."""
         tables = self.ranker.score_pools(pools)
+        self._taken = [table.presentations for table in tables]
         rows = [table.mean(self.ranker.readout, residual=self.ranker.residual) for table in tables]
         return [[_number(self.top * score) for score in row.tolist()] for row in rows]
 
@@ -96,6 +125,10 @@ class Batched:
             return {}
         spent = self.ranker.engine.cost()
         return {name: spent.get(name) for name in ("prompt_tokens", "completion_tokens")}
+
+    def presentations(self) -> list[int] | None:
+        """What was spent on each pool: as many as the options say, or fewer where it settled."""
+        return self._taken
 
 
 class Saved:
@@ -118,6 +151,23 @@ class Saved:
     def tokens(self) -> dict[str, int | None]:
         """Nothing is read."""
         return {}
+
+    def presentations(self) -> list[int] | None:
+        """None: there is one reading."""
+        return None
+
+
+def _settle(given: Any) -> Settle:
+    """What a config says of settling early: `threshold` or `top_k`, and `tolerance`, `first`, `step`."""
+    if not isinstance(given, Mapping):
+        raise BadArgument(f"settle is a mapping such as {{top_k: 5, tolerance: 0.05}}, got {given!r}")
+    unknown = set(given) - set(_SETTLE)
+    if unknown:
+        raise BadArgument(f"settle has no {', '.join(sorted(map(str, unknown)))}; it has {', '.join(_SETTLE)}")
+    return Settle(**given)
+
+
+_SETTLE = tuple(Settle.__dataclass_fields__)
 
 
 def _number(score: float | None) -> float | None:

@@ -12,21 +12,25 @@ A checkpoint is there whole or not at all: it is written beside its place, flush
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData
-from pd_rerank.files import read_json, read_jsonl, sha256_file, whole_file, whole_folder, write_json, write_jsonl
-
-if sys.platform != "win32":
-    import fcntl
+from pd_rerank.files import (
+    hold_folder,
+    read_json,
+    read_jsonl,
+    sha256_file,
+    whole_file,
+    whole_folder,
+    write_json,
+    write_jsonl,
+)
 
 logger = logging.getLogger("pd_rerank")
 
@@ -55,7 +59,9 @@ class RunFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadArgument(f"{self.folder} cannot be made ({error.strerror}); name another folder") from error
-        self._lock = self._hold()
+        self._lock = hold_folder(
+            self.folder, busy=f"another process trains in {self.folder}; wait for it, or name another"
+        )
         try:
             if overwrite:
                 self._clear()
@@ -66,19 +72,6 @@ class RunFolder:
         killed = [path for name in _OURS for path in self.folder.glob(f".{name}.*")]
         for half in (*killed, *(self.folder / _CHECKPOINTS).glob(".*")):
             shutil.rmtree(half, ignore_errors=True) if half.is_dir() else half.unlink()
-
-    def _hold(self) -> int | None:
-        if sys.platform == "win32":
-            return None
-        lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise BadArgument(f"another process trains in {self.folder}; wait for it, or name another") from None
-            return None
-        return lock
 
     def __enter__(self) -> RunFolder:
         return self

@@ -20,6 +20,7 @@ from pd_rerank.evaluation.pictures import (
     STEADY,
     Point,
     histogram,
+    order_preference_position,
     preference_position,
     quality_stability,
     rank_ranges,
@@ -38,6 +39,10 @@ PICTURES = {
     "histogram": lambda: histogram([0.1, 0.2, NAN], "overlap", span=(0, 1)),
     "quality_stability": lambda: quality_stability([Point(name="a", x=0.1, y=0.5, x_low=0.05, x_high=0.2)]),
     "preference_position": lambda: preference_position([Point(name="a", x=0.6, y=0.5, y_low=0.4, y_high=0.6)]),
+    "order_preference_position": lambda: order_preference_position(
+        [Point(name="a", x=0.1, y=0.5, y_low=0.4, y_high=0.6), Point(name="b", x=None, y=0.5)],
+        [Point(name="a", x=0.1, y=0.7), Point(name="b", x=None, y=0.5)],
+    ),
     "slot_profile": lambda: slot_profile([0.1, NAN, -0.1], [0.0, NAN, -0.2], [0.2, NAN, 0.0]),
     "tie_matrix": lambda: tie_matrix([[5, 1], [7, 3]], ["0", "1"]),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pd_rerank.errors import InvalidData
+from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.report import Picture, Report, Section, Table
 from pd_rerank.pool import Candidate, Pool
 from pd_rerank.studies.folder import RunFolder, digest, slug
@@ -38,6 +38,9 @@ class Scored:
     def tokens(self) -> dict[str, int | None]:
         return {"prompt_tokens": 10 * self.seen, "completion_tokens": None}
 
+    def presentations(self) -> list[int] | None:
+        return None
+
 
 def test_a_stage_is_made_once_and_again_only_under_another_key(tmp_path: Path) -> None:
     folder, made = RunFolder(tmp_path), []
@@ -62,6 +65,17 @@ def test_a_stage_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_runs_do_not_share_a_folder_and_a_closed_one_is_free(tmp_path: Path) -> None:
+    written = tmp_path / ".run.json.abcdefgh.part"
+    with RunFolder(tmp_path):
+        written.write_text("being written by the first")
+        with pytest.raises(BadArgument, match="another process is working in"):
+            RunFolder(tmp_path)
+        assert written.exists()
+    RunFolder(tmp_path)
+    assert not written.exists()
+
+
 def test_scoring_goes_on_after_the_last_whole_shard(tmp_path: Path) -> None:
     folder, broken, whole = RunFolder(tmp_path), Scored(fail_at=3), Scored()
     with pytest.raises(RuntimeError, match="stopped"):
@@ -73,6 +87,15 @@ def test_scoring_goes_on_after_the_last_whole_shard(tmp_path: Path) -> None:
     done = Scored()
     assert list(folder.scored("s", 1, pools(5), lambda: done, size=2)) == shards
     assert done.calls == 0
+
+
+def test_presentations_are_kept_where_a_scorer_counts_them(tmp_path: Path) -> None:
+    class Settling(Scored):
+        def presentations(self) -> list[int] | None:
+            return [3, 2]
+
+    (shard,) = RunFolder(tmp_path).scored("s", 1, pools(2), Settling)
+    assert [query["presentations"] for query in shard["queries"]] == [3, 2]
 
 
 def test_a_scorer_is_not_opened_where_nothing_is_missing(tmp_path: Path) -> None:

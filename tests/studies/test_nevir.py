@@ -21,11 +21,15 @@ import yaml
 pytest.importorskip("lightgbm")
 pytest.importorskip("matplotlib")
 
+from pd_rerank import windows
 from pd_rerank.config import load
 from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.replay import window_rerank
+from pd_rerank.studies import nevir
+from pd_rerank.studies.folder import RunFolder
 from pd_rerank.studies.nevir import mixed
 from pd_rerank.studies.nevir_settings import NevirSettings
+from pd_rerank.studies.scorers import open_scorer
 from pd_rerank.studies.templates import write_templates
 from tests.designated import case, laid_out
 from tests.engines import chat_server
@@ -103,9 +107,11 @@ def test_the_smoke_run_makes_every_table_and_says_what_it_left_out(smoke: Path) 
         "table-i", "table-ii", "table-ii-common-directions", "table-iii", "contrasts", "development", "cost",
         "training-factors", "what-decided", "grade-ties", "k-curve", "operating-points", "margin-frontier",
         "score-interpolation", "positions-under-ties", "not-run", "columns-that-tell-nothing-apart",
+        "order-preference-and-position", "presentations-spent-and-overlap-reached",
     }  # fmt: skip
     left = {row["what"]: row["why"] for row in rows(smoke, "not-run")}
-    assert set(left) == {"generated 0-4", "cross-encoder", "B=1 on the rest of test"}
+    limited = {"B=1", "B=10 canonical order", "B=10 hashed windows", "B=10 adaptive, at most 6"}
+    assert set(left) == {"generated 0-4", "cross-encoder", *(f"{name} on the rest of test" for name in limited)}
     record = json.loads((smoke / "run.json").read_text())
     assert set(record) == {"settings", "inputs", "versions"}
     assert record["versions"]["lightgbm"]
@@ -164,8 +170,35 @@ def test_the_arms_disagree_where_they_should(smoke: Path) -> None:
         if "pairs" not in place.name:
             shards = [json.loads(path.read_text()) for path in sorted(place.glob("shard-*.json"))]
             scored[place.name.rpartition("-test-")[0]] = [q["scores"] for s in shards for q in s["queries"]]
-    assert set(scored) == {"b-20", "b-10-contiguous", "b-10-round-robin", "b-1"}
+    assert set(scored) >= {"b-20", "b-10-contiguous", "b-10-round-robin", "b-1"}
     assert scored["b-10-contiguous"] != scored["b-10-round-robin"]
+
+
+def test_order_preference_and_position_stand_side_by_side(smoke: Path) -> None:
+    """What cannot see the order does not move; what a position biases does; more presentations move less."""
+    found = {row["ranker"]: row for row in rows(smoke, "order-preference-and-position")}
+    second = {row["ranker"]: row for row in rows(smoke, "table-ii-common-directions")}
+    steady, moved = ("B=1", "B=10 canonical order", "B=10 hashed windows"), ("B=20", "B=10 adaptive, at most 6")
+    assert {name for name, row in found.items() if row["orders"]} == {*steady, *moved}
+    assert {row["n"] for row in found.values()} == {"24"}
+    for name in ("fusion", "E0", "B=20"):
+        assert float(found[name]["strict"]) == float(second[name]["strict share"])
+        assert float(found[name]["MRR"]) == pytest.approx(float(second[name]["MRR"]))
+    for name in steady:
+        row = found[name]
+        still = ("τ-PSI", "preference changes", "pairs of orders that differ", "crosses top 1", "crosses top 5")
+        assert {float(row[key]) for key in still} == {0.0}
+        assert {float(row[key]) for key in ("top 1 overlap", "top 5 overlap")} == {1.0}
+        assert row["strict"] == row["strict, over orders"]
+    for name in moved:
+        assert 0 < float(found[name]["τ-PSI low"]) <= float(found[name]["τ-PSI"]) < 0.5
+        assert 0 < float(found[name]["preference changes"]) < 1
+    assert found["fusion"]["τ-PSI"] == ""
+    spent = {(r["ranker"], r["averaged"]): r for r in rows(smoke, "presentations-spent-and-overlap-reached")}
+    assert 2 <= float(spent["B=10 adaptive, at most 6", "1"]["presentations"]) < 6
+    assert float(spent["B=20", "2"]["τ-PSI"]) < float(spent["B=20", "1"]["τ-PSI"])
+    assert float(spent["B=20", "1"]["τ-PSI"]) == pytest.approx(float(found["B=20"]["τ-PSI"]))
+    assert (smoke / "report" / "figures" / "order-preference-and-position.svg").is_file()
 
 
 def test_running_again_scores_nothing_and_changes_no_byte(smoke: Path) -> None:
@@ -279,6 +312,43 @@ def test_a_cross_encoder_scores_through_rerankers(tmp_path: Path) -> None:
     second = {row["ranker"]: row for row in rows(tmp_path / "run", "table-ii")}
     assert set(second) == {"fusion", "random"}
     assert int(second["random"]["unavailable"]) == 0
+
+
+class Broken:
+    """A scorer that ends in an error of a library, or of our own."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def score(self, pools: Any) -> list[list[float | None]]:
+        raise self.error
+
+
+def test_what_a_library_raises_ends_its_scorer_and_what_we_raise_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {"type": "ocsft", "model": "words", "options": {"engine": "fake", "window": 5}}
+    config = small(scorers={"broken": one, "words": one}, train=None, dev=None, interpolate=False)
+
+    def opening(error: Exception) -> None:
+        made = iter([Broken(error)])
+        monkeypatch.setattr(nevir, "open_scorer", lambda given: next(made, None) or open_scorer(given))
+
+    opening(RuntimeError("mat1 and mat2 cannot be multiplied"))
+    assert execute(tmp_path, config) == 7
+    left = {row["what"]: row["why"] for row in rows(tmp_path / "run", "not-run")}
+    assert left["broken"] == "RuntimeError: mat1 and mat2 cannot be multiplied"
+    assert {row["ranker"] for row in rows(tmp_path / "run", "table-ii")} == {"fusion", "words"}
+    monkeypatch.setattr(nevir, "open_scorer", lambda given: windows.canonical(3))  # type: ignore[arg-type]
+    config["scorers"]["broken"]["options"]["window"] = 4
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        execute(tmp_path, config)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(tmp_path / "run"):
+        assert execute(tmp_path, small()) == BadArgument.exit_code
+    assert "another process is working in run" in capsys.readouterr().err
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
