@@ -37,12 +37,12 @@ def main() -> int:
         settings = load(OrderSettings, file=args.config, given={"output": args.output})
         if args.queries or args.presentations:
             settings = smaller(settings, args.queries, args.presentations)
-        folder = RunFolder(settings.output)
-        check_destination(settings.output / "check")
-        folder.record(settings.model_dump(mode="json"), inputs(settings, args.config), LIBRARIES)
-        study = run(settings, folder)
-        place = folder.publish(report(study))
-        write_table(timing(study), settings.output / "seconds.csv")
+        with RunFolder(settings.output) as folder:
+            check_destination(settings.output / "check")
+            folder.record(settings.model_dump(mode="json"), inputs(settings, args.config), LIBRARIES)
+            study = run(settings, folder)
+            place = folder.publish(report(study))
+            write_table(timing(study), settings.output / "seconds.csv")
     except PdRerankError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -73,6 +73,10 @@ def smaller(settings: OrderSettings, queries: int | None, presentations: int | N
             control["queries"] = min(queries, control["queries"])
     if presentations is not None:
         said["presentations"] = presentations
+        for scorer in said["scorers"].values():
+            size = scorer.get("bsc") or scorer.get("adaptive") or 1
+            if "of" in scorer and "ensembles" not in scorer and presentations < 2 * size:
+                scorer["skip"] = f"{presentations} presentations hold no two ensembles of {size}"
     return load(OrderSettings, given=said)
 
 

@@ -46,6 +46,7 @@ from pd_rerank.studies.order_settings import (
     ScorerSettings,
     TaskSettings,
 )
+from pd_rerank.studies.scorers import failure_of
 
 logger = logging.getLogger("pd_rerank")
 
@@ -154,6 +155,7 @@ def run(settings: OrderSettings, folder: RunFolder) -> Study:
             elif scorer.type == "derived" and scorer.skip is None and name in (scorer.tasks or tasks):
                 why = f"'{scorer.of}', which it is derived of, did not run there"
                 not_run.append(NotRun(what=f"{derived} on {name}", why=why, failed=False))
+    rankers.close()  # a reader may want its room
     entries: dict[str, dict[str, Entry]] = {}
     for name, task in tasks.items():
         listed = {scorer: scored[name][scorer] for scorer in settings.scorers if scorer in scored[name]}
@@ -183,9 +185,10 @@ def check(settings: OrderSettings) -> None:
         for name, scorer in settings.scorers.items():
             if scorer.type != "ocsft" or scorer.skip is not None or task_name not in (scorer.tasks or settings.tasks):
                 continue
-            options = _asked_of(scorer, task, {})
+            here = scorer.on(task_name)
+            options = _asked_of(here, task, {})
             rubric = load_rubric(options["rubric"])
-            card = _card(scorer)
+            card = _card(here)
             if card is None or not options.get("check_template", True):
                 continue
             trained = card.get("rubric", {})
@@ -218,6 +221,10 @@ class Rankers:
         self._key: Any = None
         self._engine: Any = None
 
+    def close(self) -> None:
+        """Let the engine go."""
+        self._key, self._engine = None, None
+
     def open(self, name: str, scorer: ScorerSettings, task: TaskSettings, changed: Mapping[str, Any]) -> Opened:
         """What grades for a scorer on a task, with `changed` options; they are those of `OCSFTBatchedReranker`."""
         options = _asked_of(scorer, task, changed)
@@ -227,7 +234,7 @@ class Rankers:
         worded = {key: options.pop(key) for key in (_WRITTEN if written else _WORDED) if key in options}
         key = [scorer.model or name, options]
         if key != self._key:
-            self._key, self._engine = None, None  # the old one goes before the new one comes
+            self.close()  # the old one goes before the new one comes
             self._engine = load_engine(key[0], also=(*_SHOWN, *_WORDED, "check_template"), **options)
             self._key = key
         prompt: Prompt = ChatPrompt(**worded) if written else GradePrompt(self._engine.tokenizer, **worded)
@@ -385,8 +392,8 @@ def _score(
         found = Entry(name=name, task=task.name, shown=(), first=first, stored=stored)
     else:
         made = graded(
-            name, scorer, task.settings, task.pools, folder=folder, rankers=rankers, seed=settings.seed, count=count,
-            size=settings.shard_size, label=f"{name} {task.name}",
+            name, scorer.on(task.name), task.settings, task.pools, folder=folder, rankers=rankers, seed=settings.seed,
+            count=count, size=settings.shard_size, label=f"{name} {task.name}",
         )  # fmt: skip
         found = Entry(
             name=name,
@@ -558,7 +565,10 @@ def _measured(
         if not _attempt(f"threshold of {entry.name} on {task.name}", partial(own, entry, fits), not_run):
             own(entry, False)
     reference = settings.matched or settings.main
-    if dev is not None and reference in found:
+    if dev is not None and reference is not None and reference not in found:
+        why = f"'{reference}', whose retention is matched, did not run there"
+        not_run.append(NotRun(what=f"matched retention on {task.name}", why=why, failed=False))
+    elif dev is not None and reference is not None:
 
         def match() -> None:
             arms = {name: entry.shown for name, entry in found.items()}
@@ -628,7 +638,7 @@ def _variants(
     count = asked.presentations or settings.count(name)
     pools = task.some(asked.queries, seed=settings.seed)
     score = partial(
-        graded, name, scorer, task.settings, folder=folder, rankers=rankers, seed=settings.seed,
+        graded, name, scorer.on(task.name), task.settings, folder=folder, rankers=rankers, seed=settings.seed,
         size=settings.shard_size,
     )  # fmt: skip
 
@@ -689,12 +699,15 @@ def _said(value: Any) -> str:
 
 
 def _attempt(what: str, make: Callable[[], None], not_run: list[NotRun]) -> bool:
-    """Do it, or note why it could not be done."""
+    """Do it, or note why it could not be done; what our own code does wrong is raised."""
     try:
         make()
-    except PdRerankError as error:
-        logger.warning("%s is left out: %s", what, error)
-        not_run.append(NotRun(what=what, why=f"{type(error).__name__}: {error}", failed=True))
+    except Exception as error:
+        why = failure_of(error)
+        if why is None:
+            raise
+        logger.warning("%s is left out: %s", what, error, exc_info=not isinstance(error, PdRerankError))
+        not_run.append(NotRun(what=what, why=why, failed=True))
         return False
     return True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -60,8 +60,9 @@ class Reader(Protocol):
 
 def open_reader(settings: ReaderSettings) -> Reader:
     """Load what the settings name."""
-    kinds: dict[str, Callable[[ReaderSettings], Reader]] = {"transformers": ChatModel, "server": Endpoint}
-    return Extractive() if settings.type == "extractive" else kinds[settings.type](settings)
+    if settings.type == "extractive":
+        return Extractive()
+    return Endpoint(settings) if settings.type == "server" else ChatModel.load(settings)
 
 
 class Kept:
@@ -130,8 +131,14 @@ class ChatModel:
     A label's likelihood is that of all its tokens after the prompt.
     """
 
-    def __init__(self, settings: ReaderSettings) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int) -> None:
         self._torch = need("torch", extra="hf", purpose="a reader of type transformers runs on torch")
+        self._model, self._tokenizer, self._most = model.eval(), tokenizer, max_tokens
+
+    @classmethod
+    def load(cls, settings: ReaderSettings) -> ChatModel:
+        """Load the model by short name, folder or hub id."""
+        torch = need("torch", extra="hf", purpose="a reader of type transformers runs on torch")
         need("transformers", extra="hf", purpose="a reader of type transformers is loaded through transformers")
         from pd_rerank.engines.loading import load_named, named_dtype
 
@@ -139,7 +146,7 @@ class ChatModel:
             settings.model,
             adapter=None,
             tokenizer=None,
-            dtype=named_dtype(self._torch, settings.dtype),
+            dtype=named_dtype(torch, settings.dtype),
             device=None,
             device_map=None,
             revision=None,
@@ -150,9 +157,7 @@ class ChatModel:
             tokenizer_kwargs={},
             quiet=True,
         )
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
-        self._model.eval()
-        self._most = settings.max_tokens
+        return cls(loaded.model, loaded.tokenizer, max_tokens=settings.max_tokens)
 
     def read(self, asked: Sequence[Asked]) -> list[str | None]:
         """Answer each, in order."""

@@ -369,12 +369,12 @@ def _thresholds(study: Study) -> list[Section]:
     if not rows:
         return []
     columns = (
-        "task", "scorer", "threshold", "at", "reached on dev", "retention", "overlap", "set flip", "F1", "F1 sd", "n",
+        "task", "scorer", "at", "threshold", "reached on dev", "retention", "overlap", "set flip", "F1", "F1 sd", "n",
     )  # fmt: skip
-    note = (
-        "fitted on one half of the queries, on the first shuffle, reported on the other half; matched: every scorer "
-        f"keeps as much of the dev half as {study.settings.matched or study.settings.main} does at its own threshold"
-    )
+    reference = study.settings.matched or study.settings.main
+    note = "fitted on one half of the queries, on the first shuffle, reported on the other half"
+    if reference is not None:
+        note += f"; matched: every scorer keeps as much of the dev half as {reference} does at its own threshold"
     table = Table(title="Retained sets", columns=columns, rows=tuple(rows), note=note)
     return [Section(title="Consumer: a threshold", tables=(table,))]
 

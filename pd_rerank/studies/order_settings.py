@@ -131,7 +131,8 @@ class TaskSettings(Settings):
 class ScorerSettings(Settings):
     """One scorer, or what is derived from one.
 
-    `ocsft`: this package's reranker of `model` with `options`. `fake`: the engine without a model, `options` being its
+    `ocsft`: this package's reranker of `model` with `options`, and `by_task` others over them (an adapter for each kind
+    of task). `fake`: the engine without a model, `options` being its
     biases. `scores`: any peer, by task the TREC runs of its presentations, or its scores folder, in `runs`, and in
     `first` the run of the first-stage order. Derived, with `of` another scorer: `bsc` presentations averaged, from
     `ensembles` disjoint groups of its presentations; `adaptive` the most presentations of an ensemble, which ends once
@@ -144,6 +145,7 @@ class ScorerSettings(Settings):
     type: Literal["ocsft", "fake", "scores", "derived"] = "derived"
     model: str = ""
     options: dict[str, Any] = Field({})
+    by_task: dict[str, dict[str, Any]] = Field({})
     runs: dict[str, list[Path]] = Field({})
     first: dict[str, Path] = Field({})
     of: str | None = None
@@ -160,7 +162,7 @@ class ScorerSettings(Settings):
         if self.type == "derived":
             if self.of is None or (self.bsc is None) == (self.adaptive is None):
                 raise ValueError("give a 'type', or derive it: 'of' another scorer with 'bsc' or 'adaptive'")
-            if self.model or self.options or self.runs or self.first or self.presentations:
+            if self.model or self.options or self.by_task or self.runs or self.first or self.presentations:
                 raise ValueError("a derived scorer has nothing of its own: no model, options, runs or presentations")
         elif self.of is not None or self.bsc is not None or self.adaptive is not None or self.ensembles is not None:
             raise ValueError(f"'of', 'bsc', 'adaptive', 'ensembles' derive a scorer; this one is of type {self.type}")
@@ -168,9 +170,14 @@ class ScorerSettings(Settings):
             raise ValueError("a scorer of type ocsft needs a 'model'")
         if (self.type == "scores") != bool(self.runs):
             raise ValueError("a scorer of type scores has 'runs' by task, and no other has")
-        if owned := [name for name in OWNED if name in self.options]:
-            raise ValueError(f"option '{owned[0]}' is the study's to set")
+        for options in (self.options, *self.by_task.values()):
+            if owned := [name for name in OWNED if name in options]:
+                raise ValueError(f"option '{owned[0]}' is the study's to set")
         return self
+
+    def on(self, task: str) -> ScorerSettings:
+        """The scorer with the options it has on a task."""
+        return self.model_copy(update={"options": {**self.options, **self.by_task.get(task, {})}, "by_task": {}})
 
     @property
     def size(self) -> int:
@@ -218,6 +225,7 @@ class OrderSettings(Settings):
         for name, scorer in self.scorers.items():
             self._known(scorer.tasks or (), self.tasks, f"scorer '{name}' is for task")
             self._known((*scorer.runs, *scorer.first), self.tasks, f"scorer '{name}' has runs for task")
+            self._known(scorer.by_task, self.tasks, f"scorer '{name}' has options for task")
             if scorer.type == "derived":
                 self._derives(name, scorer)
         for what, named in (("main", self.main), ("matched", self.matched)):
@@ -233,9 +241,10 @@ class OrderSettings(Settings):
                 raise ValueError(f"control '{name}' knows {', '.join(map(str, known))}, not {wrong[0]!r}")
             if control.values is not None and not (control.values and CONTROLS[name]):
                 raise ValueError(f"control '{name}' takes {'some' if CONTROLS[name] else 'no'} values")
-            numbers = {"width": int, "batching": int, "adaptive": float}.get(name)
-            if numbers and any(type(v) not in (int, numbers) or v <= 0 for v in control.values or ()):
-                raise ValueError(f"control '{name}' takes numbers above 0, got {control.values}")
+            kinds = {"width": (int,), "batching": (int, dict), "adaptive": (int, float)}.get(name)
+            for value in (control.values or ()) if kinds else ():
+                if type(value) not in (kinds or ()) or (not isinstance(value, dict) and value <= 0):
+                    raise ValueError(f"control '{name}' takes numbers above 0, got {value!r}")
         return self
 
     def _derives(self, name: str, scorer: ScorerSettings) -> None:
@@ -245,7 +254,7 @@ class OrderSettings(Settings):
         if source.type == "derived":
             raise ValueError(f"scorer '{name}' is derived of '{scorer.of}', which is itself derived; name its source")
         there = source.presentations or self.presentations
-        if scorer.ensembles is None and there < 2 * scorer.size:
+        if scorer.ensembles is None and there < 2 * scorer.size and scorer.skip is None:
             raise ValueError(
                 f"scorer '{name}': {there} presentations of '{scorer.of}' hold {there // scorer.size} ensemble(s) of "
                 f"{scorer.size}, and it takes two to see what changes; give 'ensembles', and so many are scored"

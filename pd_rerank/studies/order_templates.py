@@ -75,13 +75,13 @@ def write_questions(path: Path, queries: int, depth: int) -> None:
         what, founder, town, _ = _names(q)
         passages: list[dict[str, Any]] = [
             {"title": what, "text": f"{founder} founded the {what}.", "supporting": True},
-            {"title": founder, "text": f"{founder} was born in {town}.", "supporting": True},
+            {"title": founder, "text": f"{founder} was born in the town of {town}.", "supporting": True},
         ]
         for step in range(1, depth):
             thing, person, place, need = _names((q + 5 * step) % 96)
             passages += [
                 {"title": thing, "text": f"People ask for the {need} of the {thing} in {place}.", "supporting": False},
-                {"title": person, "text": f"{person} was born near {place}, far from the {what}.", "supporting": False},
+                {"title": person, "text": f"{person} was born near {place}.", "supporting": False},
             ]
         shown = sorted(passages[:depth], key=lambda p: _draw("qa", str(q), str(p["text"])))
         numbered = [{"pid": f"h{q:02}-{i}", **passage} for i, passage in enumerate(shown)]
