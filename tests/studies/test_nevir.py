@@ -320,6 +320,9 @@ class Broken:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
+    def tokens(self) -> dict[str, int | None]:
+        return {}
+
     def score(self, pools: Any) -> list[list[float | None]]:
         raise self.error
 
