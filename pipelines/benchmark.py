@@ -116,6 +116,10 @@ def main() -> int:
     times: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
     memory: dict[str, list[dict[str, float]]] = {}
+    if "training" in chosen:  # before this process holds gigabytes of its own
+        memory |= training_probes(args)
+        rows += training_rows(memory)
+        report(args, times, rows, memory)
     for group in chosen.values():
         times |= alternate(group.make(args), rounds=args.rounds)
         rows += [ratio_row(ratio, times) for ratio in group.ratios]
@@ -123,10 +127,6 @@ def main() -> int:
     if "scoring" in chosen and not args.skip_scale:
         memory |= scale_probes(args)
         rows += scale_rows(memory)
-        report(args, times, rows, memory)
-    if "training" in chosen:
-        memory |= training_probes(args)
-        rows += training_rows(memory)
         report(args, times, rows, memory)
     print((args.output / "benchmark.md").read_text(encoding="utf-8"))
     return 0
