@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 _GONE = 499
 """Logged, never sent: the client went away."""
+
+_SMALL = 2**16
+"""Bytes of a body that are read at once, without a thread."""
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -215,7 +219,7 @@ class Service:
 
     async def _answer(self, request: Request, visit: Visit) -> Response:
         deadline = visit.start + self.limits.timeout
-        asked = parse(await self._body(request, deadline))
+        asked = await self._parsed(await self._body(request, deadline))
         visit.facts["documents"] = len(asked.documents)
         if self._log_texts:
             visit.facts |= {"query": asked.query, "texts": asked.documents}
@@ -268,6 +272,11 @@ class Service:
             raise too_large
         return b"".join(parts)
 
+    async def _parsed(self, body: bytes) -> RerankRequest:
+        """The request in a body; a large one is read on a thread, so that others are answered meanwhile."""
+        read = partial(parse, body, max_documents=self.limits.max_documents)
+        return read() if len(body) <= _SMALL else await asyncio.to_thread(read)
+
     def _chosen(self, asked: RerankRequest) -> str:
         """The name of the served model a request is for."""
         if asked.adapter is not None:
@@ -280,13 +289,6 @@ class Service:
     def _scoring(self, asked: RerankRequest, ranker: OCSFTBatchedReranker) -> Scoring:
         """How this request's pool is shown, within the limits."""
         limits = self.limits
-        if len(asked.documents) > limits.max_documents:
-            raise Refusal(
-                422,
-                "too_many_documents",
-                f"documents: {len(asked.documents)}, this server takes {limits.max_documents} a request",
-                field="documents",
-            )
         if (asked.presentations or 1) > limits.max_presentations:
             raise Refusal(
                 422,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from pd_rerank.errors import near_names
 
@@ -39,21 +40,14 @@ class Problem(BaseModel):
     id: str = Field(description="The request's id, which is in the server's log too.")
 
 
-def _document(value: Any) -> str | dict[str, Any]:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError(f"a document is a string or an object with 'text', this is {_kind(value)}")
-    return value
-
-
 Document = Annotated[
     Any,
-    BeforeValidator(_document),
     WithJsonSchema(
         {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"text": {"type": "string"}}}]},
     ),
 ]
+
+_MOST_RANK_FIELDS = 100
 
 _IDLE = "Taken for other servers' clients; has no effect here, and the answer's `meta.warnings` says so."
 
@@ -71,7 +65,10 @@ class RerankRequest(BaseModel):
     top_n: int | None = Field(None, ge=1, description="Only the best so many. Left out: all.")
     return_documents: bool | None = Field(None, description="Put each result's document into the answer.")
     rank_fields: list[str] | None = Field(
-        None, min_length=1, description="Fields of document objects that are read, a line each, instead of `text`."
+        None,
+        min_length=1,
+        max_length=_MOST_RANK_FIELDS,
+        description="Fields of document objects that are read, a line each, instead of `text`.",
     )
 
     threshold: float | None = Field(
@@ -151,10 +148,13 @@ class RerankResponse(BaseModel):
     scoring: dict[str, Any] | None = Field(None, description="With `details`: how the scores were made.")
 
 
-def parse(body: bytes) -> RerankRequest:
-    """Read a request's JSON; what is wrong with it is a `Refusal` that never repeats what was sent."""
+def parse(body: bytes, *, max_documents: int) -> RerankRequest:
+    """Read a request's JSON; what is wrong with it is a `Refusal` that never repeats what was sent.
+
+    What may come in any number (documents, fields) is looked at before pydantic sees it, which makes an error for each.
+    """
     try:
-        data = json.loads(body, parse_constant=_no_constant)
+        data = _loaded(body)
     except RecursionError:
         raise Refusal(400, "invalid_json", "the body is nested too deeply to be a request") from None
     except json.JSONDecodeError as error:
@@ -166,31 +166,63 @@ def parse(body: bytes) -> RerankRequest:
         raise Refusal(400, "invalid_json", f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise Refusal(422, "invalid_request", f"a request is an object with query and documents, this is {_kind(data)}")
+    _check_many(data, max_documents=max_documents)
     try:
         request = RerankRequest.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)
         field = _path(first[0]["loc"])
-        raise Refusal(422, "invalid_request", _sentence(first, data), field=field) from None
+        raise Refusal(422, "invalid_request", _sentence(first), field=field) from None
+    if request.rank_fields is not None and len(set(request.rank_fields)) < len(request.rank_fields):
+        raise Refusal(422, "invalid_request", "rank_fields: a name stands there twice", field="rank_fields")
     if not request.query.strip():
         raise Refusal(422, "invalid_request", "query: there is no text in it", field="query")
     return request
+
+
+def _loaded(body: bytes) -> Any:
+    """JSON as Python values. They hold no cycles, and looking for some over and over is most of a large body's time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(body, parse_constant=_no_constant)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _sentence(errors: Sequence[Any], data: Mapping[str, Any]) -> str:
-    """What is wrong first, and how many things there are; unknown fields get near names."""
+def _check_many(data: Mapping[str, Any], *, max_documents: int) -> None:
+    """Refuse unknown fields, with near names, too many documents or rank_fields, and the first that is no document."""
+    fields = RerankRequest.model_fields
+    if unknown := [name for name in data if name not in fields]:
+        name, more = unknown[0], f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        shown = name if name.isprintable() and len(name) <= 40 else "that name"
+        known = [name for name in fields if name not in _IDLE_FIELDS]
+        told = f"unknown field '{shown}'; {near_names(name[:40], known)}{more}"
+        raise Refusal(422, "invalid_request", told, field=_path([name]))
+    documents, rank_fields = data.get("documents"), data.get("rank_fields")
+    if isinstance(documents, list):
+        if len(documents) > max_documents:
+            told = f"documents: {len(documents)}, this server takes {max_documents} a request"
+            raise Refusal(422, "too_many_documents", told, field="documents")
+        for i, document in enumerate(documents):
+            if not isinstance(document, str | dict):
+                told = f"documents[{i}]: a document is a string or an object with 'text', this is {_kind(document)}"
+                raise Refusal(422, "invalid_request", told, field=f"documents[{i}]")
+    if isinstance(rank_fields, list) and len(rank_fields) > _MOST_RANK_FIELDS:
+        told = f"rank_fields: {len(rank_fields)}, there may be {_MOST_RANK_FIELDS}"
+        raise Refusal(422, "invalid_request", told, field="rank_fields")
+
+
+def _sentence(errors: Sequence[Any]) -> str:
+    """What is wrong first, and how many things there are."""
     error = errors[0]
     more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
     field = _path(error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = [name for name in RerankRequest.model_fields if name not in _IDLE_FIELDS]
-        name = str(error["loc"][0])
-        shown = name if name.isprintable() and len(name) <= 40 else "that name"
-        return f"unknown field '{shown}'; {near_names(name[:40], known)}{more}"
     if error["type"] == "missing":
         return f"{field} is missing; a request has query and documents{more}"
     message = str(error["msg"]).removeprefix("Value error, ")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
+import pytest
 
-from tests.served import BODY, Client, run
+from pd_rerank.serving.schemas import Refusal, RerankRequest, parse
+from tests.served import BODY, Client, run, until
 
 Q: dict[str, Any] = {"query": "q"}
 
@@ -75,7 +79,10 @@ NO_REQUEST: list[Any] = [
     *(BODY | {"seed": value} for value in ("1", 1.5, 2**63, -(2**64), True)),
     *(BODY | {"adapter": value} for value in ("none-such", "", 1, "../../etc/passwd")),
     *(BODY | {"details": value, "retained_only": value} for value in ("x", 2)),
-    *(BODY | {"rank_fields": value} for value in ([], "text", [1], {"a": 1})),
+    *(
+        BODY | {"rank_fields": value}
+        for value in ([], "text", [1], {"a": 1}, ["a", "a"], [f"f{i}" for i in range(101)])
+    ),
     {"query": "q", "documents": [{"title": "t"}], "rank_fields": ["body"]},
     {"query": "q", "documents": [{"title": ["t"]}], "rank_fields": ["title"]},
     *(BODY | {name: 1} for name in ("top_k", "Query", "document", "__class__", "self", "x" * 5000, "\n", "")),
@@ -123,3 +130,47 @@ def test_the_sentence_names_the_place_and_the_cure() -> None:
     )
     assert refused(Q) == ("documents is missing; a request has query and documents", "documents")
     assert refused(BODY | {"top_n": 0, "order": "x"})[0] == "top_n: input should be greater than or equal to 1 (1 more)"
+
+
+MANY = 200_000
+BULKY: dict[str, tuple[Any, str]] = {
+    "documents": (Q | {"documents": [1] * MANY}, f"documents: {MANY}, this server takes 1000 a request"),
+    "keys": (
+        BODY | {f"k{i}": 1 for i in range(MANY)},
+        f"unknown field 'k0'; known are query, .* \\({MANY - 1} more\\)",
+    ),
+    "rank_fields": (BODY | {"rank_fields": [1] * MANY}, f"rank_fields: {MANY}, there may be 100"),
+    "wrong": (Q | {"documents": ["a", *[1] * 999]}, r"documents\[1\]: a document is a string or an object with 'text'"),
+}
+
+
+@pytest.mark.parametrize("what", BULKY)
+def test_what_comes_in_any_number_is_refused_at_once_and_not_item_by_item(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RerankRequest, "model_validate", lambda _: pytest.fail("pydantic makes an error of each"))
+    body, told = BULKY[what]
+    with pytest.raises(Refusal, match=told) as refusal:
+        parse(json.dumps(body).encode(), max_documents=1000)
+    assert refusal.value.status == 422
+
+
+def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(body: bytes, *, max_documents: int) -> RerankRequest:
+        reading.set()
+        assert go_on.wait(20), "nobody was answered meanwhile"
+        return parse(body, max_documents=max_documents)
+
+    monkeypatch.setattr("pd_rerank.serving.app.parse", slow)
+
+    async def work(c: Client) -> tuple[int, httpx.Response]:
+        large = asyncio.create_task(c.post("/v1/rerank", json=Q | {"documents": [1] * MANY}))
+        await until(reading.is_set)
+        health = await c.get("/health")
+        go_on.set()
+        return health.status_code, await large
+
+    health, refusal = run(work)
+    assert (health, refusal.status_code, refusal.json()["code"]) == (200, 422, "too_many_documents")
