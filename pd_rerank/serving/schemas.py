@@ -185,7 +185,7 @@ def _loaded(body: bytes) -> Any:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return json.loads(body, parse_constant=_no_constant)
+        return json.loads(body, parse_constant=_no_constant, parse_float=_finite)
     finally:
         if collecting:
             gc.enable()
@@ -193,6 +193,13 @@ def _loaded(body: bytes) -> Any:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("a number in it is too large for a double")
+    return value
 
 
 def _check_many(data: Mapping[str, Any], *, max_documents: int) -> None:

@@ -15,6 +15,8 @@ from tests.served import BODY, Client, run, until
 
 Q: dict[str, Any] = {"query": "q"}
 
+TOO_LARGE = (b"1e999", b"-1e999", b'[{"y": [1E+400]}]', b"-" + b"9" * 400 + b".5")
+
 NOT_JSON: list[bytes] = [
     b"",
     b" ",
@@ -36,6 +38,8 @@ NOT_JSON: list[bytes] = [
     b'{"query": "q", "documents": ["a"], "threshold": NaN}',
     b'{"query": "q", "documents": ["a"], "threshold": Infinity}',
     b'{"query": "q", "documents": ["a"], "threshold": -Infinity}',
+    *(b'{"query": "q", "documents": ["a"], "%b": %b1e999}' % at for at in ((b"threshold", b""), (b"user", b"-"))),
+    *(b'{"query": "q", "documents": [{"text": "a", "x": %b}], "return_documents": true}' % x for x in TOO_LARGE),
     b'{"query": "q", "documents": ["a"], "top_n": 0x10}',
     b'{"query": "q", "documents": ["a"], "top_n": 01}',
     b'{"query": "q", "documents": ["a"], "top_n": ' + b"9" * 5000 + b"}",
