@@ -203,6 +203,12 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def sha256_json(value: Any) -> str:
+    """The SHA-256 of a JSON value, whatever the order of its keys, as hex; what JSON does not know goes in as text."""
+    said = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
 def versions(libraries: Iterable[str] = ()) -> dict[str, str | None]:
     """Versions of Python, this package and the named distributions; None for those not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "pd_rerank": __version__}

@@ -13,14 +13,11 @@ Exit codes: 0 all done, 7 something could not be run (the report says what and w
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
-from pd_rerank import PdRerankError
 from pd_rerank.config import load
-from pd_rerank.evaluation.report import check_destination
-from pd_rerank.studies.folder import RunFolder, write_table
+from pd_rerank.studies.command import carry_out
 from pd_rerank.studies.order import run
 from pd_rerank.studies.order_data import files_of
 from pd_rerank.studies.order_report import report, timing
@@ -31,26 +28,19 @@ LIBRARIES = ("numpy", "scipy", "torch", "transformers", "peft", "vllm", "reranke
 
 def main() -> int:
     args = arguments()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("pd_rerank").setLevel(logging.INFO)
-    try:
+
+    def told() -> OrderSettings:
         settings = load(OrderSettings, file=args.config, given={"output": args.output})
-        if args.queries or args.presentations:
-            settings = smaller(settings, args.queries, args.presentations)
-        with RunFolder(settings.output) as folder:
-            check_destination(settings.output / "check")
-            folder.record(settings.model_dump(mode="json"), inputs(settings, args.config), LIBRARIES)
-            study = run(settings, folder)
-            place = folder.publish(report(study))
-            write_table(timing(study), settings.output / "seconds.csv")
-    except PdRerankError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    failed = [item for item in study.not_run if item.failed]
-    for item in failed:
-        print(f"not run: {item.what}: {item.why}", file=sys.stderr)
-    print(place / "index.html")
-    return 7 if failed else 0
+        return smaller(settings, args.queries, args.presentations) if args.queries or args.presentations else settings
+
+    return carry_out(
+        told,
+        inputs=lambda settings: inputs(settings, args.config),
+        libraries=LIBRARIES,
+        run=run,
+        report=report,
+        timing=timing,
+    )
 
 
 def arguments() -> argparse.Namespace:

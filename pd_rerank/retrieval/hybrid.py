@@ -6,7 +6,6 @@ depend on. An interrupted job goes on after the last one and ends with the same 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -28,6 +27,7 @@ from pd_rerank.files import (
     read_run,
     read_topics,
     sha256_file,
+    sha256_json,
     write_json,
     write_jsonl,
     write_run,
@@ -235,7 +235,7 @@ class PoolJob:
         self.settings = _plain(
             {
                 **(settings or {}),
-                "queries_sha256": _digest(list(queries.items())),
+                "queries_sha256": sha256_json(list(queries.items())),
                 "shard_size": shard_size,
                 "routes": self._keys,
                 "fusion": fusion.describe(),
@@ -274,7 +274,7 @@ class PoolJob:
     def shards(self, route: Route) -> Path:
         """The folder of a route's shards: its name holds a hash of all the hits depend on."""
         key = {name: self.settings[name] for name in ("queries_sha256", "shard_size")} | self._keys[route.name]
-        return self.work / f"{route.name}-{_digest(key)[:12]}"
+        return self.work / f"{route.name}-{sha256_json(key)[:12]}"
 
     def todo(self) -> int:
         """How many queries are still to be searched, over all routes."""
@@ -614,7 +614,7 @@ def _fingerprint(index: str) -> str | None:
     if (folder / _MANIFEST).is_file():
         return sha256_file(folder / _MANIFEST)
     if folder.is_dir():
-        return _digest(sorted((path.name, path.stat().st_size) for path in folder.iterdir()))
+        return sha256_json(sorted((path.name, path.stat().st_size) for path in folder.iterdir()))
     return None
 
 
@@ -684,10 +684,6 @@ def _short(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _some(ids: Sequence[str], most: int = 5) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-import json
 import os
 import re
 import time
@@ -20,6 +18,7 @@ from pd_rerank.files import (
     hold_folder,
     read_json,
     sha256_file,
+    sha256_json,
     versions,
     whole_file,
     whole_folder,
@@ -89,7 +88,7 @@ class RunFolder:
 
     def place(self, name: str, key: Any) -> Path:
         """Where the stage of that name and key lies, or will."""
-        return self.folder / f"{slug(name)}-{digest(key)[:12]}"
+        return self.folder / f"{slug(name)}-{sha256_json(key)[:12]}"
 
     def stage(self, name: str, key: Any, make: Callable[[Path], None]) -> Path:
         """The folder of a stage: as it was made, or made now by `make`, which fills an empty folder."""
@@ -148,12 +147,6 @@ def write_table(table: Table, path: Path) -> None:
         rows = csv.writer(stream, lineterminator="\n")
         rows.writerow(table.columns)
         rows.writerows([_cell(cell) for cell in row] for row in table.rows)
-
-
-def digest(key: Any) -> str:
-    """The SHA-256 of a JSON value, whatever the order of its keys; hex."""
-    said = json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def slug(name: str) -> str:

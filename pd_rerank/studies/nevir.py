@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pd_rerank._extras import need
-from pd_rerank.errors import BadArgument, InvalidData, PdRerankError
+from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.pairs import Case, Direction, designate, keep_apart, read_pairs
 from pd_rerank.evaluation.preference import PairOutcome, pair_only_outcomes, pair_outcomes
 from pd_rerank.evaluation.replay import Cost, Reranked, cost, head_of, window_rerank
@@ -30,9 +30,10 @@ from pd_rerank.pool import Pool, pools_sha256
 from pd_rerank.retrieval.fusion import RouteRule
 from pd_rerank.scores import Scores
 from pd_rerank.studies.collections import pools_of
+from pd_rerank.studies.command import NotRun, attempt
 from pd_rerank.studies.folder import RunFolder
 from pd_rerank.studies.nevir_settings import CollectionSettings, NevirSettings, ScorerSettings
-from pd_rerank.studies.scorers import failure_of, open_scorer, pointwise
+from pd_rerank.studies.scorers import open_scorer, pointwise
 from pd_rerank.studies.templates import write_templates
 from pd_rerank.windows import permutation, view_seed
 
@@ -83,15 +84,6 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NotRun:
-    """What was left out, and why."""
-
-    what: str
-    why: str
-    failed: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Study:
     """All that the report is made of; `entries[part]` holds rankers by name, fusion first."""
 
@@ -116,14 +108,7 @@ def run(settings: NevirSettings, folder: RunFolder) -> Study:
     }
     rankers, columns = grown(settings, folder, parts, entries, not_run)
     for name, scorer in settings.scorers.items():
-        try:
-            read_by(name, scorer, settings, folder, parts, entries, not_run)
-        except Exception as error:
-            why = failure_of(error)
-            if why is None:
-                raise
-            logger.warning("%s is left out: %s", name, error, exc_info=not isinstance(error, PdRerankError))
-            not_run.append(NotRun(what=name, why=why, failed=True))
+        attempt(name, partial(read_by, name, scorer, settings, folder, parts, entries, not_run), not_run)
     return Study(
         settings=settings, parts=parts, entries=entries, rankers=rankers, columns=columns, not_run=tuple(not_run)
     )

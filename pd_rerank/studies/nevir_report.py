@@ -42,6 +42,7 @@ from pd_rerank.evaluation.resampling import (
     sign_flip_test,
     sign_test,
 )
+from pd_rerank.studies.command import left_out
 from pd_rerank.studies.nevir import FUSION, Entry, Study, mixed, with_secondary
 from pd_rerank.studies.nevir_orders import order_sections
 
@@ -72,7 +73,7 @@ def report(study: Study) -> Report:
         *_interpolation(study),
         *_fallbacks(study),
         _costs(study),
-        _left_out(study),
+        left_out(study),
     ]
     settings = {
         **study.settings.model_dump(mode="json"),
@@ -562,13 +563,6 @@ def _costs(study: Study) -> Section:
         "Seconds stand in seconds.csv beside the report, since they differ from run to run: one scope for all scorers."
     )
     return Section(title="Cost", text=text, tables=(Table(title="Cost", columns=columns, rows=tuple(rows), note=note),))
-
-
-def _left_out(study: Study) -> Section:
-    rows = tuple((item.what, "failed" if item.failed else "left out", item.why) for item in study.not_run)
-    text = "" if rows else "Everything the config names was run."
-    tables = (Table(title="Not run", columns=("what", "", "why"), rows=rows),)
-    return Section(title="What was not run, and why", text=text, tables=tables)
 
 
 def _queries(study: Study) -> tuple[Any, ...]:

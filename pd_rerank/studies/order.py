@@ -22,7 +22,7 @@ from pd_rerank.decisions import Settle, Threshold, dev_split
 from pd_rerank.embedded import adapter_folder
 from pd_rerank.engines import load_engine
 from pd_rerank.engines.base import Engine
-from pd_rerank.errors import BadArgument, InvalidData, PdRerankError
+from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.pool_change import changed_pools
 from pd_rerank.evaluation.presentations import Presentations
 from pd_rerank.evaluation.report_stability import Measured, Rule, measure, measure_at
@@ -34,6 +34,7 @@ from pd_rerank.prompt import ChatPrompt, GradePrompt, Prompt
 from pd_rerank.rubrics import load_rubric
 from pd_rerank.scores import ScoreTable, join_scores, read_scores, write_scores
 from pd_rerank.scoring import Scoring, score_pools
+from pd_rerank.studies.command import NotRun, attempt
 from pd_rerank.studies.folder import RunFolder
 from pd_rerank.studies.order_data import Task, read_task
 from pd_rerank.studies.order_reader import Asked, Kept
@@ -46,7 +47,6 @@ from pd_rerank.studies.order_settings import (
     ScorerSettings,
     TaskSettings,
 )
-from pd_rerank.studies.scorers import failure_of
 
 logger = logging.getLogger("pd_rerank")
 
@@ -96,15 +96,6 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NotRun:
-    """What was left out, and why."""
-
-    what: str
-    why: str
-    failed: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Study:
     """All that the report is made of; `entries[task]` holds the scorers that ran, by name, as the config lists them."""
 
@@ -136,7 +127,7 @@ def run(settings: OrderSettings, folder: RunFolder) -> Study:
     rankers = Rankers()
     for name, scorer in settings.scorers.items():
         for task in tasks.values():
-            _attempt(
+            attempt(
                 f"{name} on {task.name}",
                 partial(_score, name, scorer, task, settings, folder, rankers, scored, not_run),
                 not_run,
@@ -151,7 +142,7 @@ def run(settings: OrderSettings, folder: RunFolder) -> Study:
             source = scored[name].get(scorer.of or "")
             if source is not None and scorer.skip is None and name in (scorer.tasks or tasks):
                 make = partial(_derive, derived, scorer, source, settings, task, dev.get(name), scored[name])
-                _attempt(f"{derived} on {name}", make, not_run)
+                attempt(f"{derived} on {name}", make, not_run)
             elif scorer.type == "derived" and scorer.skip is None and name in (scorer.tasks or tasks):
                 why = f"'{scorer.of}', which it is derived of, did not run there"
                 not_run.append(NotRun(what=f"{derived} on {name}", why=why, failed=False))
@@ -528,7 +519,7 @@ def _read(
         found[entry.name] = replace(entry, outputs=outputs)
 
     for name, entry in entries.items():
-        if not _attempt(f"reader on {task.name}, {name}", partial(answers, entry), not_run):
+        if not attempt(f"reader on {task.name}, {name}", partial(answers, entry), not_run):
             break
     return found
 
@@ -562,7 +553,7 @@ def _measured(
 
     for entry in entries.values():
         fits = dev is not None
-        if not _attempt(f"threshold of {entry.name} on {task.name}", partial(own, entry, fits), not_run):
+        if not attempt(f"threshold of {entry.name} on {task.name}", partial(own, entry, fits), not_run):
             own(entry, False)
     reference = settings.matched or settings.main
     if dev is not None and reference is not None and reference not in found:
@@ -579,7 +570,7 @@ def _measured(
                 at = measure_at(found[name].shown, threshold, dev=dev, **shared)
                 found[name] = replace(found[name], matched=at)
 
-        _attempt(f"matched retention on {task.name}", match, not_run)
+        attempt(f"matched retention on {task.name}", match, not_run)
     return found
 
 
@@ -610,7 +601,7 @@ def _control(
                 not_run.append(NotRun(what=what, why="it takes new scoring, and this scorer is not ours", failed=False))
             elif name in entries[task.name]:
                 make = partial(_variants, control, asked, name, scorer, task, settings, folder, rankers, found, not_run)
-                _attempt(what, make, not_run)
+                attempt(what, make, not_run)
     return found
 
 
@@ -696,20 +687,6 @@ def _said(value: Any) -> str:
 
 
 # -- inner parts --------------------------------------------------------------------------------------------------
-
-
-def _attempt(what: str, make: Callable[[], None], not_run: list[NotRun]) -> bool:
-    """Do it, or note why it could not be done; what our own code does wrong is raised."""
-    try:
-        make()
-    except Exception as error:
-        why = failure_of(error)
-        if why is None:
-            raise
-        logger.warning("%s is left out: %s", what, error, exc_info=not isinstance(error, PdRerankError))
-        not_run.append(NotRun(what=what, why=why, failed=True))
-        return False
-    return True
 
 
 def _head(query: Presentations, count: int) -> Presentations:

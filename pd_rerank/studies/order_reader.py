@@ -17,8 +17,8 @@ from pd_rerank._extras import need
 from pd_rerank.engines.fake import word_overlap
 from pd_rerank.engines.http import Client, Failure, Response
 from pd_rerank.errors import EngineFailure, InvalidData
-from pd_rerank.files import read_json, write_json
-from pd_rerank.studies.folder import digest, slug
+from pd_rerank.files import read_json, sha256_json, write_json
+from pd_rerank.studies.folder import slug
 from pd_rerank.studies.order_settings import ReaderSettings
 
 VERDICTS = ("SUPPORTED", "REFUTED", "NEI")
@@ -74,7 +74,7 @@ class Kept:
     def __init__(self, folder: Path, settings: ReaderSettings, task: str) -> None:
         said = {**settings.model_dump(mode="json", exclude={"server"}), "wording": WORDING}
         self.settings = settings
-        self.folder = folder / f"answers-{slug(task)}-{digest(said)[:12]}"
+        self.folder = folder / f"answers-{slug(task)}-{sha256_json(said)[:12]}"
         self._reader: Reader | None = None
         self._said = said
 

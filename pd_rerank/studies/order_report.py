@@ -29,6 +29,7 @@ from pd_rerank.evaluation.report_stability import measure_at, stability_report
 from pd_rerank.evaluation.resampling import QUERIES, Recipe, hierarchical_bootstrap, holm, noise_floor, paired_bootstrap
 from pd_rerank.evaluation.stability import retained_overlap, stability, tau_psi
 from pd_rerank.scores import READOUTS, ScoreTable
+from pd_rerank.studies.command import left_out
 from pd_rerank.studies.order import (
     Entry,
     Study,
@@ -71,7 +72,7 @@ def report(study: Study) -> Report:
         *_pairs(study),
         *(section for control in CONTROLS for section in _controls(study, control)),
         _costs(study),
-        _left_out(study),
+        left_out(study),
     ]
     settings = {
         **study.settings.model_dump(mode="json"),
@@ -745,13 +746,6 @@ def _costs(study: Study) -> Section:
     columns = ("task", "scorer", "presentations per ranking", "prompts per presentation", "characters cut", "no grade")
     note = "characters cut off documents' ends, and grades the engine did not give, over all that was scored"
     return Section(title="Cost", tables=(Table(title="Cost", columns=columns, rows=tuple(rows), note=note),))
-
-
-def _left_out(study: Study) -> Section:
-    rows = tuple((item.what, "failed" if item.failed else "left out", item.why) for item in study.not_run)
-    text = "" if rows else "Everything the config names was run."
-    tables = (Table(title="Not run", columns=("what", "", "why"), rows=rows),)
-    return Section(title="What was not run, and why", text=text, tables=tables)
 
 
 def _queries(study: Study) -> tuple[Query, ...]:

@@ -11,8 +11,9 @@ import pytest
 
 from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.report import Picture, Report, Section, Table
+from pd_rerank.files import sha256_json
 from pd_rerank.pool import Candidate, Pool
-from pd_rerank.studies.folder import RunFolder, digest, slug
+from pd_rerank.studies.folder import RunFolder, slug
 
 
 def pools(n: int) -> list[Pool]:
@@ -126,5 +127,5 @@ def test_a_report_is_tables_figures_and_one_page(tmp_path: Path) -> None:
 
 
 def test_a_digest_is_of_values_and_not_of_their_order() -> None:
-    assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1}) != digest({"a": 1, "b": [3]})
+    assert sha256_json({"a": 1, "b": [2]}) == sha256_json({"b": [2], "a": 1}) != sha256_json({"a": 1, "b": [3]})
     assert (slug("E0, labels 2/1"), slug("--")) == ("e0-labels-2-1", "-")
