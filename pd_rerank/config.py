@@ -19,7 +19,9 @@ class Settings(BaseModel):
     A field's description is its help text; `panel` in its `json_schema_extra` groups it there.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 S = TypeVar("S", bound=Settings)
@@ -42,10 +44,24 @@ def load(model: type[S], *, file: str | Path | None = None, given: Mapping[str, 
 
 def read(model: type[Settings], path: Path) -> dict[str, Any]:
     """The values a YAML file gives for fields of `model`, unchecked; an unknown key is refused."""
+    values: dict[str, Any] = {}
+    for key, value in read_mapping(path).items():
+        name = key.replace("-", "_")
+        if name not in model.model_fields:
+            raise BadArgument(f"{path}: unknown key '{key}'; {near_names(name, model.model_fields)}")
+        if isinstance(value, bool) and bool not in (kind := model.model_fields[name].annotation, *get_args(kind)):
+            raise BadArgument(f"{path}: '{key}' is {str(value).lower()}, which means yes or no; give its value")
+        values[name] = value
+    return values
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file's keys and values; a key that is there twice, however its hyphens are spelled, is refused."""
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        data, root = yaml.safe_load(text), yaml.compose(text)
     except FileNotFoundError as error:
         raise MissingResource(f"no config file {path}") from error
     except IsADirectoryError as error:
@@ -56,15 +72,10 @@ def read(model: type[Settings], path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise BadArgument(f"{path}: a config file is a list of 'key: value' lines, this is a {type(data).__name__}")
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        name = str(key).replace("-", "_")
-        if name not in model.model_fields:
-            raise BadArgument(f"{path}: unknown key '{key}'; {near_names(name, model.model_fields)}")
-        if isinstance(value, bool) and bool not in (kind := model.model_fields[name].annotation, *get_args(kind)):
-            raise BadArgument(f"{path}: '{key}' is {str(value).lower()}, which means yes or no; give its value")
-        values[name] = value
-    return values
+    names = [str(key.value).replace("-", "_") for key, _ in (root.value if root else ())]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise BadArgument(f"{path}: '{twice[0]}' is there twice; keep one")
+    return {str(key): value for key, value in data.items()}
 
 
 def _sentence(error: Any) -> str:
@@ -821,7 +832,7 @@ class TrainSettings(Settings):
     epsilon: float = _option(1e-8, "AdamW.", _OPTIMISER, gt=0)
     weight_decay: float = _option(0.01, "AdamW, of all weights in training.", _OPTIMISER, ge=0)
     max_grad_norm: float = _option(1.0, "Longer gradients are shortened to this.", _OPTIMISER, gt=0)
-    seed: int = _option(42, "Of the adapter, the views, the order of windows and dropout.", _OPTIMISER)
+    seed: int = _option(42, "Of the adapter, the views, the order of windows and dropout.", _OPTIMISER, ge=0, lt=2**63)
 
     evaluate_every: int | None = _option(None, "Steps between evaluations; left out: as --save-every.", _KEPT, ge=1)
     evaluate_first: bool = _option(False, "Evaluate before the first step too, as step 0.", _KEPT)
@@ -861,6 +872,21 @@ class TrainSettings(Settings):
             raise ValueError("--heldout-pools and --heldout-qrels go together")
         if self.debias and self.qrels is None:
             raise ValueError("--debias needs --qrels, the judgements of the training pools")
+        idle = {
+            "--debias-clip": (self.debias_clip is not None and not self.debias, "--debias"),
+            "--replaced": (self.replaced != 1 and self.views != "replacement", "--views replacement"),
+            "--evaluate-first": (self.evaluate_first and self.heldout_pools is None, "--heldout-pools"),
+            "--max-psi": (self.max_psi is not None and self.select != "equal_stability", "--select equal_stability"),
+            "--convention": (
+                self.convention != "difference" and self.loss != "order_consistency",
+                "--loss order_consistency",
+            ),
+        }
+        for name, (useless, without) in idle.items():
+            if useless:
+                raise ValueError(f"{name} means nothing without {without}; leave it out")
+        if self.views == "markers" and self.markers != "numeric":
+            raise ValueError("--views markers take theirs from --marker-schemes, the first being served, not --markers")
         paired = self.views not in ("none", "whole_pool")
         if self.loss in ("order_consistency", "mean_teacher") and (not paired or self.views_per_window < 2):
             raise ValueError(f"--loss {self.loss} compares views of a window; --views {self.views} gives one")

@@ -231,8 +231,11 @@ class OCSFTBatchedReranker(BaseRanker):  # type: ignore[misc]
             # rerankers reports a KeyError from a constructor as a missing dependency, and fails on its own table.
             raise EngineFailure(f"loading '{model_name_or_path}' failed on a missing key {error}") from error
         card = getattr(self.engine, "adapter_card", None)
-        if card and check_template:
-            self.prompt.check_card(card, where=f"adapter '{adapter}'" if adapter else f"'{self.engine.name}'")
+        if card:
+            where = f"adapter '{adapter}'" if adapter else f"'{self.engine.name}'"
+            if check_template:
+                self.prompt.check_card(card, where=where)
+            self.scoring.note_card(card, where=where)
         self._check_template = check_template
         if self.threshold is not None and check_template:
             self.threshold.check(self.context())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -58,6 +58,13 @@ class Scoring:
         ):
             if getattr(self, name) not in known:
                 raise BadArgument(f"unknown {name} '{getattr(self, name)}'; choose one of {', '.join(known)}")
+
+    def note_card(self, card: Mapping[str, Any], *, where: str) -> None:
+        """Warn where an adapter's card (`reranker.json`) says it was trained in other windows than are shown here."""
+        for name, here in (("window", self.window), ("partition", self.partition)):
+            trained = card.get(name)
+            if trained is not None and trained != here and not (name == "partition" and self.window == 1):
+                logger.warning("%s was trained with %s %s and is served with %s", where, name, trained, here)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings as plain values, for manifests."""

@@ -81,3 +81,9 @@ def test_a_yes_is_no_number(tmp_path: Path) -> None:
         load(RerankSettings, file=config(tmp_path, "pools: p\npresentations: yes\n"))
     given = load(RerankSettings, file=config(tmp_path, "pools: p\nplaceholder: 0\nmerge-adapter: yes\n"))
     assert (given.placeholder, given.merge_adapter) == ("0", True)
+
+
+@pytest.mark.parametrize("text", ["top-k: 3\ntop-k: 4\n", "top-k: 3\ntop_k: 4\n"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(BadArgument, match="'top_k' is there twice; keep one"):
+        load(RerankSettings, file=config(tmp_path, text))

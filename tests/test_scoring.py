@@ -298,3 +298,15 @@ def test_a_calibration_prompt_without_grades_leaves_them_missing_and_marked() ->
     (table,) = scored([pool(["tide", "moon"])], engine, calibration="capcal")
     assert table.fallback.all()
     assert np.isnan(table.mean()).all()
+
+
+def test_other_windows_than_an_adapter_was_trained_in_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    card = {"window": 2, "partition": "contiguous"}
+    Scoring(window=2, partition="contiguous").note_card(card, where="adapter 'a'")
+    Scoring().note_card({}, where="a card of another make")
+    assert not caplog.messages
+    Scoring(window=20, partition="round_robin").note_card(card, where="adapter 'a'")
+    assert caplog.messages == [
+        "adapter 'a' was trained with window 2 and is served with 20",
+        "adapter 'a' was trained with partition contiguous and is served with round_robin",
+    ]

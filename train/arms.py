@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,10 @@ from pathlib import Path
 
 import yaml
 
-from pd_rerank.config import TrainSettings, load
+from pd_rerank.config import TrainSettings, load, read_mapping
 from pd_rerank.errors import BadArgument, PdRerankError
 from pd_rerank.evaluation.report import Cell, Table
-from pd_rerank.files import CARD, whole_file
+from pd_rerank.files import CARD, sha256_file, sha256_json, whole_file
 from pd_rerank.training.selection import (
     Evaluation,
     difference,
@@ -36,6 +37,15 @@ from pd_rerank.training.selection import (
 )
 
 SHELF, START = "off_the_shelf", "start"
+
+SHARED = frozenset(
+    (
+        *("model", "start", "output", "max_steps", "epochs", "windows_per_step", "window_size", "evaluate_k"),
+        *("pools", "labels", "max_queries", "heldout_pools", "heldout_qrels", "heldout_queries"),
+        "evaluate_presentations",
+    )
+)
+"""What arms must have in common to be compared."""
 
 
 def main() -> None:
@@ -57,23 +67,29 @@ def main() -> None:
 
 def settings_of(config: Path) -> tuple[dict[str, TrainSettings], Path, str | None]:
     """The settings of every arm, the folder of all, and the arm others are compared with."""
-    said = yaml.safe_load(config.read_text(encoding="utf-8"))
-    if not isinstance(said, dict) or not isinstance(said.get("arms"), dict):
+    said = {key.replace("-", "_"): value for key, value in read_mapping(config).items()}
+    arms, baseline, output = said.pop("arms", None), said.pop("baseline", None), said.pop("output", None)
+    if not isinstance(arms, dict) or not arms:
         raise BadArgument(f"{config} has no mapping 'arms' from a name to its options")
-    arms, baseline = said.pop("arms"), said.pop("baseline", None)
-    for name in {SHELF, START} & set(arms):
-        raise BadArgument(f"{config}: the name '{name}' is taken; give the arm another")
-    if baseline is not None and baseline not in arms:
-        raise BadArgument(f"{config}: baseline '{baseline}' is none of the arms {', '.join(arms)}")
-    output = Path(said.pop("output"))
+    if output is None:
+        raise BadArgument(f"{config} names no 'output', the folder of all arms")
     found = {}
     for name, own in arms.items():
-        given = {key.replace("-", "_"): value for key, value in {**said, **(own or {})}.items()}
-        found[name] = load(TrainSettings, file=None, given={**given, "output": str(output / name)})
-    for name, settings in found.items():
-        if settings.heldout_pools is None:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+            raise BadArgument(f"{config}: an arm's name is of letters, digits, _ and -, got {name!r}")
+        if name in (SHELF, START):
+            raise BadArgument(f"{config}: the name '{name}' is taken; give the arm another")
+        if own is not None and not isinstance(own, dict):
+            raise BadArgument(f"{config}, arm '{name}': its options are 'key: value' lines, got {own!r}")
+        mine = {str(key).replace("-", "_"): value for key, value in (own or {}).items()}
+        if apart := sorted(set(mine) & SHARED):
+            raise BadArgument(f"{config}, arm '{name}': '{apart[0]}' is the same for all arms; give it above them")
+        found[name] = load(TrainSettings, given={**said, **mine, "output": str(Path(output) / name)})
+        if found[name].heldout_pools is None:
             raise BadArgument(f"{config}, arm '{name}': arms are compared on held-out queries; give heldout-pools")
-    return found, output, baseline
+    if baseline is not None and baseline not in found:
+        raise BadArgument(f"{config}: baseline '{baseline}' is none of the arms {', '.join(found)}")
+    return found, Path(output), baseline
 
 
 def run(arms: Mapping[str, TrainSettings], output: Path, *, only: Sequence[str] | None = None) -> list[Evaluation]:
@@ -99,7 +115,7 @@ def done(name: str, settings: TrainSettings, *, untrained: bool) -> list[Evaluat
     folder = Path(str(settings.output))
     evaluations = folder / "evaluations.jsonl"
     config, tried = folder.parent / f"{name}.yaml", folder.parent / f"{name}.next.yaml"
-    said = yaml.safe_dump(settings.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    said = yaml.safe_dump(settings.model_dump(mode="json", exclude_none=True), sort_keys=False) + read_from(settings)
     finished = (evaluations if untrained else folder / "adapter" / CARD).is_file()
     if not (finished and config.is_file() and config.read_text(encoding="utf-8") == said):
         with whole_file(tried) as stream:  # under its own name once it is done: other settings are to be refused again
@@ -110,6 +126,16 @@ def done(name: str, settings: TrainSettings, *, untrained: bool) -> list[Evaluat
             raise SystemExit(code)
         tried.replace(config)
     return read_evaluations(evaluations)
+
+
+def read_from(settings: TrainSettings) -> str:
+    """What the files of a run hold, as comments: with other contents its config is another."""
+    lines = []
+    for name in ("pools", "labels", "heldout_pools", "heldout_qrels"):
+        path = Path(getattr(settings, name))
+        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        lines.append(f"# {name} {sha256_json([sha256_file(file) for file in files])}\n")
+    return "".join(lines)
 
 
 def report(found: Sequence[Evaluation], output: Path, baseline: str | None) -> str:

@@ -12,7 +12,6 @@ interruption the same command goes on, with the losses it would have had without
 from __future__ import annotations
 
 import datetime
-import hashlib
 import logging
 import math
 import signal
@@ -20,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,8 +32,9 @@ from pd_rerank.cli.flags import flags
 from pd_rerank.config import TrainSettings, load
 from pd_rerank.engines.adapters import fingerprint, open_adapter
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingExtra, PdRerankError
-from pd_rerank.files import whole_file
+from pd_rerank.files import sha256_json, whole_file
 from pd_rerank.pool import pools_sha256
+from pd_rerank.rubrics import load_rubric
 from pd_rerank.training.adapters import AdapterCard, save_adapter
 from pd_rerank.training.checkpoints import RunFolder, read_state, restore, state_of
 from pd_rerank.training.examples import Examples, Recipe, epoch_order, relevant_by_slot
@@ -78,11 +78,13 @@ class Data:
 
     def describe(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
-        content = hashlib.sha256()
-        for query_id, doc_ids, scores in self.labels.arrays():
-            content.update("\0".join((query_id, *doc_ids, "")).encode("utf-8", "surrogatepass") + scores.tobytes())
         teacher = {name: self.labels.manifest.get(name) for name in ("teacher_model_id", "teacher_protocol")}
-        return {"pools_sha256": pools_sha256(self.pools), "labels": teacher | {"sha256": content.hexdigest()}}
+        found = {"pools_sha256": pools_sha256(self.pools), "labels": teacher | {"sha256": self.labels.sha256()}}
+        if self.heldout is not None:
+            pools, qrels = self.heldout
+            judged = {pool.query_id: qrels.get(pool.query_id) for pool in pools}
+            found["heldout"] = {"pools_sha256": pools_sha256(pools), "qrels_sha256": sha256_json(judged)}
+        return found
 
 
 class Collapsed(PdRerankError):
@@ -216,8 +218,9 @@ def train(
             group["lr"] = rate
         weight = ramp(step, target=strength, over=over)
         epoch, turn = divmod(step, per_epoch)
-        order = epoch_order(len(examples), seed=settings.seed, epoch=epoch, multiple=settings.windows_per_step)
-        order = order[turn * settings.windows_per_step :][: settings.windows_per_step]
+        if turn == 0 or step == done:
+            whole = epoch_order(len(examples), seed=settings.seed, epoch=epoch, multiple=settings.windows_per_step)
+        order = whole[turn * settings.windows_per_step :][: settings.windows_per_step]
 
         passes = list(share(settings.windows_per_step, settings.batch_size, ranks=ranks, rank=rank))
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=accelerator.device)
@@ -287,7 +290,7 @@ def train(
         step, choice = chosen(settings, evaluations, steps)
         load_adapter(model, folder.checkpoint(step) / "adapter")
         mine = next((e for e in evaluations if e.step == step), None)
-        more = {"beside": evaluations, "choice": choice, "mark": mark}
+        more = {"beside": [e for e in evaluations if e.step != step], "choice": choice, "mark": mark}
         card = card_of(settings, engine, data, examples, step=step, evaluation=mine, **more)
         dtype = getattr(torch, settings.adapter_dtype)
         with student.as_served():
@@ -335,7 +338,10 @@ def comparable(settings: TrainSettings) -> dict[str, Any]:
 
 
 def record_of(settings: TrainSettings, data: Data) -> dict[str, Any]:
-    return {"settings": comparable(settings), "start": started_from(settings), **data.describe()}
+    said: dict[str, Any] = {"rubric": sha256_json(asdict(load_rubric(settings.rubric)))}
+    if settings.debias and settings.qrels is not None:
+        said["qrels"] = sha256_json(read_qrels(settings.qrels))
+    return {"settings": comparable(settings), "start": started_from(settings), **said, **data.describe()}
 
 
 def started_from(settings: TrainSettings) -> str | None:

@@ -164,7 +164,9 @@ class _Labelling:
         return {
             "pools_sha256": pools_sha256(self.pools),
             "model": settings.teacher,
-            "scores": None if settings.scores is None else str(settings.scores),
+            "scores": None
+            if settings.scores is None
+            else [sha256_file(file) for file in sorted(settings.scores.rglob("scores.npz"))],
             "judgements": sha256_file(qrels) if self._judged and qrels is not None else None,
             "map_grades": settings.map_grades,
             "unjudged": settings.unjudged,

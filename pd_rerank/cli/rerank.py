@@ -209,8 +209,11 @@ class Setup:
         )
         prompt = self._prompt(engine.tokenizer)
         card = getattr(engine, "adapter_card", None)
-        if card and self.settings.check_template:
-            prompt.check_card(card, where=f"adapter '{self.settings.adapter}'")
+        if card:
+            where = f"adapter '{self.settings.adapter}'"
+            if self.settings.check_template:
+                prompt.check_card(card, where=where)
+            self.scoring.note_card(card, where=where)
         if self.threshold is not None and self.settings.check_template:
             self.threshold.check(scored_by(engine.describe(), prompt.describe(), self.scoring.describe()))
         return engine, prompt

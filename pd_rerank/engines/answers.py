@@ -231,3 +231,24 @@ def expected(logits: FloatArray) -> FloatArray:
         np.float32
     )
     return result
+
+
+def apart(one: FloatArray, other: FloatArray) -> float:
+    """How far two readings of the same slots, expected grades (n,), are apart at most; NaN where that cannot be told.
+
+    It cannot where a slot has a grade in one of them alone, or where no slot has any. NaN is within no tolerance: ask
+    `apart(…) <= tolerance`, never whether it is above.
+    """
+    there = ~np.isnan(one)
+    if not there.any() or not np.array_equal(there, ~np.isnan(other)):
+        return math.nan
+    return float(np.abs(one - other)[there].max())
+
+
+def check_read(probe: Sequence[FloatArray], what: str) -> None:
+    """Refuse to judge by a probe of which nothing was read: no grade at any slot of it."""
+    if all(np.isnan(logits).all() for logits in probe):
+        raise ModelMismatch(
+            f"with {what} no slot of a probe comes back with a grade, so whether it is applied cannot be told; it, or "
+            "this precision, gives no numbers, or the readout leaves grades out: try slot_readout='one_token'"
+        )

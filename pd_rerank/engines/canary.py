@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pd_rerank.engines.answers import expected
+from pd_rerank.engines.answers import apart, expected
 from pd_rerank.engines.base import Engine, FloatArray, WindowPrompt
 from pd_rerank.errors import BadArgument, InvalidData, ModelMismatch
 from pd_rerank.files import read_json, write_json
@@ -42,8 +42,7 @@ class Canary:
     def check(self, read: FloatArray, *, dtype: str, what: str) -> float:
         """How far expected grades in `read` are from the canary's at most; `ModelMismatch` beyond the tolerance."""
         tolerance = EXACT if self.dtype == dtype == "float32" else HALF
-        apart = np.abs(expected(read) - expected(self.logits))
-        worst = float(apart.max()) if np.isfinite(apart).all() else float("nan")
+        worst = apart(expected(read), expected(self.logits))
         if not worst <= tolerance:
             raise ModelMismatch(
                 f"{what} does not read its canary as {self.model} did in transformers: expected grades are up to "

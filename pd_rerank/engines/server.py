@@ -26,6 +26,7 @@ from pd_rerank.engines.answers import (
     after_head,
     blanked,
     check_no_bias,
+    check_read,
     completion_entries,
     corrected,
     generate_entries,
@@ -483,6 +484,7 @@ class ServerEngine:
         """Refuse an adapter the server takes by name but does not apply: it must change the probe's grades."""
         probe, ids = [_probe(self.tokenizer)], _digits(self.tokenizer)
         with_it, without = self._read(probe, ids)[0], self._read(probe, ids, served=self._base)[0]
+        check_read([with_it], f"the adapter '{self.served}' at {self._client.base_url}")
         if np.array_equal(with_it, without, equal_nan=True):
             raise ModelMismatch(
                 f"the adapter '{self.served}' changes nothing at {self._client.base_url}: a probe is read as by "

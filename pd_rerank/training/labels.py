@@ -7,6 +7,7 @@ and judgements that are there already.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,6 +175,14 @@ class Labels(Mapping[str, Mapping[str, Label]]):
         """Every query's id, its documents' ids and their scores (n, T)."""
         return ((query.query_id, tuple(query.place), query.scores) for query in self._queries.values())
 
+    def sha256(self) -> str:
+        """A hash of what the labels say: ids, scores and probabilities; not of who gave them."""
+        content = hashlib.sha256()
+        for query in self._queries.values():
+            content.update("\0".join((query.query_id, *query.place, "")).encode("utf-8", "surrogatepass"))
+            content.update(query.scores.tobytes() + query.probabilities.tobytes())
+        return content.hexdigest()
+
     def vectors(self, pool: Pool) -> npt.NDArray[np.float64]:
         """All T scores of a pool's documents, (n, T), in pool order; documents without a label are `InvalidData`."""
         query, at = self._of(pool)
@@ -317,7 +326,12 @@ def _label(line: Mapping[str, Any], *, where: str) -> Label:
     mean = finite(line.get("score_continuous"), what="score_continuous", where=where)
     vector, p, count = line.get("score_raw_vector"), line.get("score_grade_vector"), line.get("k_perms")
     scores = (mean,) if vector is None else _numbers(vector, what="score_raw_vector", where=where)
-    if vector is not None and count is not None and count != len(scores):
+    if count is not None and count != len(scores):
+        if vector is None:
+            raise InvalidData(
+                f"{where}: k_perms is {count} and score_raw_vector is missing: a mean would stand for a single order; "
+                "give the vector, or k_perms 1 where it may"
+            )
         raise InvalidData(f"{where}: {len(scores)} scores in score_raw_vector, k_perms says {count}")
     label = Label(
         **names,
@@ -512,8 +526,15 @@ def check_labels(
             f"the labels have {labels.grades} grades, the prompt's rubric has {len(prompt.grade_ids)}; "
             "use the rubric the labels were made with"
         )
+    asked = labels.manifest.get("prompt") or {}
     if check_template:
-        prompt.check_card(labels.manifest.get("prompt") or {}, where="the label file")
+        by_teacher = labels.manifest.get("teacher_protocol") not in (None, "judgements")
+        if by_teacher and not asked.get("template_hash"):
+            raise ModelMismatch(
+                "the label file does not record which template its teacher was asked with (prompt_template_id); "
+                "record it, or take the labels as they are (--no-check-template)"
+            )
+        prompt.check_card(asked, where="the label file")
 
 
 def _uncovered(labels: Labels, pool: Pool) -> str:

@@ -124,6 +124,11 @@ def test_scores_that_rerank_wrote_are_the_same_labels(label: Run, cli: Run, coll
     assert report(collection / "b")["silver-β"] == report(collection / "out")["silver-β"]
     assert not (collection / "b/teacher").exists()
 
+    again = ("--output", collection / "scored", "--overwrite", "--seed", "9")
+    assert cli("rerank", *words, *model, *again).exit_code == 0
+    other = label("--scores", collection / "scored", output="b", teacher=False)
+    assert (other.exit_code, "labels made otherwise (scores differ)" in other.stderr) == (2, True), other.stderr
+
 
 def test_scores_of_other_pools_are_refused(label: Run, rerank: Run, collection: Path) -> None:
     assert rerank("--hits", "3", output=collection / "scored").exit_code == 0

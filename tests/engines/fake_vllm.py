@@ -84,6 +84,8 @@ class Behaviour:
 
     runner_v2: bool = True
     stale_cache: bool = False
+    stale: float = 0.0
+    no_numbers: bool = False
     ignores_adapters: bool = False
     rows_short: int = 0
     omits: int | None = None
@@ -166,8 +168,8 @@ def made(behaviour: Behaviour, *, old: bool = False) -> dict[str, types.ModuleTy
                         columns = [self.tokenizer.convert_tokens_to_ids(t) for t in self.tokens]
                         rows = hidden @ head.weight[columns].float().T
                 rows = rows[cached : len(ids) - behaviour.rows_short]
-                if behaviour.stale_cache and cached:
-                    rows = rows * 0
+                if behaviour.no_numbers or (behaviour.stale_cache and cached):
+                    rows = torch.full_like(rows, float("nan") if behaviour.no_numbers else behaviour.stale)
                 answers.append(
                     types.SimpleNamespace(outputs=types.SimpleNamespace(data=rows), num_cached_tokens=cached)
                 )
@@ -214,7 +216,7 @@ def made(behaviour: Behaviour, *, old: bool = False) -> dict[str, types.ModuleTy
                     for c, t in enumerate(row):
                         if t >= 0:
                             values[j, c] = logs[max(0, start + j - shift), int(t)]
-                output.prompt_token_id_logprobs = values
+                output.prompt_token_id_logprobs = values * (np.nan if behaviour.no_numbers else 1)
             return output
 
     def module(name: str, **names: Any) -> types.ModuleType:

@@ -97,7 +97,9 @@ def test_an_older_vllm_reads_one_token_or_its_likeliest(
     assert engine(folder, canary=False).readout == "pooling"
     with pytest.raises(ModelMismatch, match=r"0\.31 can"):
         engine(folder, slot_readout="prompt_ids")
-    made, reference = engine(folder, slot_readout="top_k"), hf(folder)
+    with caplog.at_level(logging.WARNING, "pd_rerank"):
+        made, reference = engine(folder, slot_readout="top_k"), hf(folder)
+    assert "'top_k' is not held against generating a token" in caplog.text
     prompt = GradePrompt(made.tokenizer)
     with caplog.at_level(logging.WARNING, "pd_rerank"):
         read = np.concatenate(made.grade_logits(windows(prompt), prompt.grade_ids))
@@ -217,10 +219,11 @@ def test_an_adapter_of_a_kind_vllm_does_not_know_is_named(folder: Path, tmp_path
     assert vllm.loads == []
 
 
+@pytest.mark.parametrize("stale", [0.0, float("nan")])
 def test_rows_left_over_from_other_requests_turn_the_cache_off(
-    folder: Path, vllm: Behaviour, caplog: pytest.LogCaptureFixture
+    stale: float, folder: Path, vllm: Behaviour, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vllm.stale_cache = True
+    vllm.stale_cache, vllm.stale = True, stale
     with caplog.at_level(logging.WARNING, "pd_rerank"):
         made = engine(folder, slot_readout="pooling", canary=False)
     assert "prefix cache is left alone" in caplog.text
@@ -260,6 +263,15 @@ def test_prompt_rows_that_differ_from_generating_are_refused(folder: Path, vllm:
     vllm.wrong_prompt_rows = True
     with pytest.raises(ModelMismatch, match="off what generating a token there gives"):
         engine(folder, slot_readout="prompt_ids")
+
+
+def test_a_probe_of_which_nothing_is_read_proves_nothing(folder: Path, adapter: Path, vllm: Behaviour) -> None:
+    vllm.no_numbers = True
+    with pytest.raises(ModelMismatch, match="off what generating a token there gives"):
+        engine(folder, slot_readout="prompt_ids")
+    for readout in ("pooling", "prompt_ids"):
+        with pytest.raises(ModelMismatch, match="whether it is applied cannot be told"):
+            engine(folder, slot_readout=readout, adapter=adapter)
 
 
 def test_a_missing_grade_is_nan_and_counted(folder: Path, vllm: Behaviour, caplog: pytest.LogCaptureFixture) -> None:

@@ -65,11 +65,21 @@ def test_arms_are_trained_and_shown_beside_the_base(bench: Bench) -> None:
         assert (other.returncode, other.stdout) == (2, "")
         assert "holds another training run (settings.max_steps is 2 there, 3 here)" in other.stderr
 
+    held = bench.place / "held.txt"  # nor those of files that say something else now
+    held.write_text(held.read_text(encoding="utf-8").replace(" 3\n", " 1\n"), encoding="utf-8")
+    other = script("arms.py", "--config", arms(bench), "--only", "steady")
+    assert (other.returncode, "holds another training run (heldout" in other.stderr) == (2, True), other.stderr
+
 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         ({"arms": None}, "has no mapping 'arms'"),
+        ({"arms": {}}, "has no mapping 'arms'"),
+        ({"output": None}, "names no 'output'"),
+        ({"arms": {"../x": {}}}, "an arm's name is of letters"),
+        ({"arms": {"a": 5}}, "its options are 'key: value' lines, got 5"),
+        ({"arms": {"shuffled": {"max-steps": 3}}}, "'max_steps' is the same for all arms"),
         ({"arms": {"start": {}}}, "the name 'start' is taken"),
         ({"baseline": "steadier"}, "baseline 'steadier' is none of the arms"),
         ({"heldout_pools": None, "heldout_qrels": None}, "give heldout-pools"),

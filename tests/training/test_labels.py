@@ -254,7 +254,7 @@ def plain(doc_id: str = "d", **fields: Any) -> dict[str, Any]:
         (plain("c"), "document 'c' of query 'q' has a label already; keep one"),
         (plain(score_raw_vector=[2.0], k_perms=1), "'k_perms' is 1, before it was 2"),
         (plain(score_raw_vector=[2.0]), "1 scores in score_raw_vector, k_perms says 2"),
-        (plain(score_raw_vector=None), "1 scores, the labels before have 2"),
+        (plain(score_raw_vector=None), "k_perms is 2 and score_raw_vector is missing"),
         (plain(score_raw_vector=[1.0, 3.5], score_continuous=2.25), "score 3.5 is not on the scale from 0 to 3"),
         (plain(score_raw_vector=[-0.5, 3], score_continuous=1.25), "score -0.5 is not on the scale from 0 to 3"),
         (plain(score_raw_vector=[1.0, None]), "score_raw_vector, number 2: None is not a number"),

@@ -132,7 +132,8 @@ def test_heldout_queries_choose_the_adapter_and_show_quality_beside_stability(
     card = read_json(bench.place / "run" / "adapter" / "reranker.json")
     assert card["step"] == best["step"]
     assert card["held_out"]["figures"] == best["figures"]
-    assert len(card["beside"]) == 2
+    assert len(card["beside"]) == 1
+    assert card["beside"][0]["step"] != best["step"]
     assert card["choice"]["rule"] == "best_ndcg"
     said = capsys.readouterr().err
     assert said.count("oc_sft λ 5, step 2: nDCG@10") == 1
@@ -222,6 +223,42 @@ def test_a_shared_base_takes_windows_of_one_evaluates_and_goes_on(bench: Bench) 
 def test_one_process_cannot_share_a_base(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(shard_base=True) == 2
     assert "--shard-base shares the base out among processes and there is one" in capsys.readouterr().err
+
+
+def test_other_words_qrels_or_heldout_queries_do_not_go_on_in_the_same_folder(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rubric = bench.place / "rubric.yaml"
+    words = {"name": "r", "system": "Grade.", "instruction": "Grade documents.", "grades": ["a", "b", "c", "d"]}
+    rubric.write_text(json.dumps(words), encoding="utf-8")
+    held = {"heldout_pools": str(bench.place / "held"), "heldout_qrels": str(bench.place / "held.txt")}
+    changes = {"rubric": str(rubric), "evaluate_presentations": 2, **held}
+    assert bench("--stop-after", "1", **changes) == 0
+    rubric.write_text(json.dumps(words | {"system": "Judge."}), encoding="utf-8")
+    assert bench(**changes) == 2
+    assert "holds another training run (rubric is" in capsys.readouterr().err
+    rubric.write_text(json.dumps(words), encoding="utf-8")
+    qrels = bench.place / "held.txt"
+    qrels.write_text("\n".join(qrels.read_text(encoding="utf-8").splitlines()[1:]) + "\n", encoding="utf-8")
+    assert bench(**changes) == 2
+    assert "holds another training run (heldout." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"learning_rate": float("inf")}, "--learning-rate"),
+        ({"seed": 10**30}, "--seed"),
+        ({"convention": "variance_mean", "recipe": "kl_to_base"}, "--convention means nothing without"),
+        ({"max_psi": 0.1}, "--max-psi means nothing without"),
+        ({"recipe": "marker_consistency", "markers": "roman"}, "--marker-schemes"),
+    ],
+)
+def test_what_would_mean_nothing_is_refused(
+    bench: Bench, changes: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(**changes) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_other_settings_do_not_go_on_in_the_same_folder(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,6 +485,11 @@ def test_labels_of_another_template_are_refused_unless_that_is_meant(
     write_json(bench.place / "labels" / "manifest.json", manifest | {"prompt": {"template_hash": "f" * 64}})
     assert bench() == 5
     assert "was made with prompt template ffffffffffff" in capsys.readouterr().err
+    lines = (bench.place / "labels" / "labels.jsonl").read_text(encoding="utf-8")
+    taught = bench.place / "taught.jsonl"
+    taught.write_text(lines.replace('"judgements"', '"k_shot_bsc"'), encoding="utf-8")
+    assert bench("--overwrite", labels=str(taught)) == 5
+    assert "does not record which template its teacher was asked with" in capsys.readouterr().err
     assert bench("--overwrite", check_template=False, max_steps=1) == 0
 
 
