@@ -226,6 +226,15 @@ def test_an_adapter_that_is_listed_but_not_applied_is_refused(start: Start, fold
             served(folder, server, adapter="ad1")
 
 
+def test_an_adapter_by_which_no_grade_is_read_is_not_said_to_change_nothing(
+    start: Start, folder: Path, adapter: Path
+) -> None:
+    server = start("vllm", adapters={"ad1": adapter}, knows_ids=False)
+    server.fault = lambda path, body, n: "missing"
+    with pytest.raises(ModelMismatch, match="whether it is applied cannot be told"):
+        served(folder, server, adapter="ad1")
+
+
 def test_an_adapter_on_the_output_head_is_not_read_by_the_base_heads_rows(
     start: Start, folder: Path, tmp_path: Path
 ) -> None:
