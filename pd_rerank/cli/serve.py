@@ -72,6 +72,11 @@ def adapters(settings: ServeSettings) -> Mapping[str, str | None]:
         return {settings.served_name: settings.adapter[0].rpartition("=")[2]}
     if settings.served_name is not None:
         raise BadArgument("--served-name names one model; name several adapters as --adapter NAME=PATH")
+    if len(settings.adapter) > 1 and settings.served_as is not None:
+        raise BadArgument(
+            "--served-as is the model server's name for one adapter, and here are several; give them as "
+            "--adapter NAME=THEIRS, THEIRS what the server calls it"
+        )
     found: dict[str, str | None] = {}
     for spoken in settings.adapter:
         name, _, path = spoken.rpartition("=")

@@ -230,6 +230,9 @@ def test_what_is_served_is_named_by_name_folder_or_model(tmp_path: Path) -> None
         assert adapters(ServeSettings(**given)) == names
     with pytest.raises(BadArgument, match="served-name"):
         adapters(ServeSettings(adapter=["a=1", "b=2"], served_name="x"))
+    with pytest.raises(BadArgument, match="--adapter NAME=THEIRS"):
+        adapters(ServeSettings(engine="server", adapter=["a=1", "b=2"], served_as="x"))
+    assert adapters(ServeSettings(engine="server", adapter=["a=1"], served_as="x")) == {"a": "1"}
 
 
 def test_a_socket_on_any_port_is_free_again_once_closed() -> None:
