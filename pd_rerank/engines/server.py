@@ -150,8 +150,8 @@ class ServerEngine:
         if bird is not None:
             (read,) = self._read([bird.prompt], bird.grade_ids)
             self._canary = bird.check(read, dtype="unknown", what=f"'{self.served}' at {self._client.base_url}")
-        elif self._lora is not None and self._base is not None:
-            self._prove_adapter()
+        elif self._lora is not None:
+            self._prove_adapter(listed)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -480,8 +480,24 @@ class ServerEngine:
                 return None
         return why
 
-    def _prove_adapter(self) -> None:
+    def _prove_adapter(self, listed: Sequence[Mapping[str, Any]]) -> None:
         """Refuse an adapter the server takes by name but does not apply: it must change the probe's grades."""
+        url = self._client.base_url
+        if self._base is None:
+            others = [str(e.get("id")) for e in listed if not e.get("parent") and e.get("id") != self.served]
+            if others:
+                raise ModelMismatch(
+                    f"which of the models at {url} ({', '.join(others)}) is the base of '{self.served}' cannot be "
+                    f"told, so neither can whether the adapter is applied; serve the base as '{self._model}', or put a "
+                    "canary beside the adapter"
+                )
+            logger.warning(
+                "'%s' is the only model at %s, so whether the adapter is in it is not checked; write_canary makes a "
+                "canary that tells",
+                self.served,
+                url,
+            )
+            return
         probe, ids = [_probe(self.tokenizer)], _digits(self.tokenizer)
         with_it, without = self._read(probe, ids)[0], self._read(probe, ids, served=self._base)[0]
         check_read([with_it], f"the adapter '{self.served}' at {self._client.base_url}")
@@ -528,9 +544,11 @@ def _chosen(
 ) -> tuple[str, str | None, int | None]:
     """The server's name for what is asked, its name for the base, and the longest prompt it takes, in tokens."""
     names = [str(entry.get("id")) for entry in listed]
-    bases = [str(entry["id"]) for entry in listed if not entry.get("parent")]
-    base = model if model in bases else bases[0] if len(bases) == 1 else None
     wanted = served_as or adapter
+    parent = next((entry.get("parent") for entry in listed if entry.get("id") == wanted), None)
+    # A server that names no parents lists an adapter as if it were a base.
+    bases = [str(e["id"]) for e in listed if not e.get("parent") and (adapter is None or e["id"] != wanted)]
+    base = parent if parent in names else model if model in bases else bases[0] if len(bases) == 1 else None
     if wanted is None:
         # A server may give its only model any name.
         wanted = base or Path(model).name

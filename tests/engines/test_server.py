@@ -226,6 +226,40 @@ def test_an_adapter_that_is_listed_but_not_applied_is_refused(start: Start, fold
             served(folder, server, adapter="ad1")
 
 
+@pytest.mark.parametrize(
+    ("listed", "why"),
+    [
+        ({"base": None, "other": None, "ad1": "base"}, "changes nothing"),
+        ({"base": None, "ad1": None}, "changes nothing"),
+        ({"base": None, "other": None, "ad1": None}, r"which of the models at .* \(base, other\) is the base of 'ad1'"),
+        (
+            {"base": None, "other": None, "ad1": "away"},
+            r"which of the models at .* \(base, other\) is the base of 'ad1'",
+        ),
+    ],
+)
+def test_an_adapters_base_is_found_or_the_start_fails(
+    listed: dict[str, str | None], why: str, start: Start, folder: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("vllm_pooling", adapters={"ad1": adapter}, applies_adapters=False)
+    entries = {"data": [{"id": name, "parent": parent} for name, parent in listed.items()]}
+    usual = server.get
+    monkeypatch.setattr(server, "get", lambda path: entries if path == "/v1/models" else usual(path))
+    with pytest.raises(ModelMismatch, match=why):
+        served(folder, server, adapter="ad1")
+    write_canary(hf(folder), windows(GradePrompt(byte_level()))[0], GradePrompt(byte_level()).grade_ids, folder.parent)
+    assert served(folder, server, adapter="ad1", canary=folder.parent).describe()["canary"] == "held"
+
+
+def test_a_merged_model_under_an_adapters_name_is_served_with_a_warning(
+    start: Start, folder: Path, adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "pd_rerank"):
+        engine = served(folder, start("vllm_pooling"), adapter=adapter, served_as="base")
+    assert "'base' is the only model" in caplog.text
+    assert compared(engine, hf(folder)) < 1e-5
+
+
 def test_an_adapter_by_which_no_grade_is_read_is_not_said_to_change_nothing(
     start: Start, folder: Path, adapter: Path
 ) -> None:
