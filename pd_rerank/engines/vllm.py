@@ -5,9 +5,9 @@
     one_token     a request of one token per slot with the grades' log-probabilities; every adapter is applied whole
     top_k         the likeliest tokens at every prompt position; a grade that is not among them is missing
 
-All windows of a call are one submission. What each readout gets wrong without a word is checked at the start (an
-adapter on the output head, soft cap and scale, a head cut over several GPUs, rows of cached tokens), and corrected or
-refused.
+The windows of a call go to vLLM together, up to `_SUBMITTED` tokens at a time. What each readout gets wrong without a
+word is checked at the start (an adapter on the output head, soft cap and scale, a head cut over several GPUs, rows of
+cached tokens), and corrected or refused.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _BODY = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """The modules adapters may change where prompt log-probabilities are read; vLLM's names of fused ones among them."""
 _TOP = 20
+_SUBMITTED = 1 << 17
+"""Prompt tokens of one submission: many of vLLM's steps, and few enough that a call nobody waits for ends soon."""
 _GRADES = 4
 _EXPORT = "pd-rerank export --form classifier"
 
@@ -191,7 +193,7 @@ class VLLMEngine:
 
         A prompt that comes twice is computed once. A row that lacks a grade is NaN, counted in a warning. Raises
         `BadArgument` for a prompt longer than `max_length`, `ModelMismatch` for grades the head has no row for, and
-        `EngineFailure` where vLLM fails.
+        `EngineFailure` where vLLM fails. What `progress` raises ends the call between two submissions.
         """
         for i, prompt in enumerate(prompts):
             if len(prompt.token_ids) > self.max_length:
@@ -203,7 +205,11 @@ class VLLMEngine:
         for i, prompt in enumerate(prompts):
             twins.setdefault((prompt.token_ids.tobytes(), prompt.slots.tobytes()), []).append(i)
         groups = [members for members in twins.values() if len(prompts[members[0]].slots)]
-        read = self._read([prompts[members[0]] for members in groups], grade_ids)
+        read: list[FloatArray] = []
+        for some in _submissions(groups, [len(prompts[members[0]].token_ids) for members in groups]):
+            read += self._read([prompts[members[0]] for members in some], grade_ids)
+            if progress is not None:
+                progress(sum(map(len, some)))
         answers: list[FloatArray] = [np.zeros((0, len(grade_ids)), dtype=np.float32) for _ in prompts]
         lost = 0
         for members, logits in zip(groups, read, strict=True):
@@ -211,8 +217,8 @@ class VLLMEngine:
             lost += broken * len(members)
             for i in members:
                 answers[i] = values.copy()
-        if progress is not None:
-            progress(len(prompts))
+        if progress is not None and (blank := len(prompts) - sum(map(len, groups))):
+            progress(blank)
         if lost:
             logger.warning(
                 "%s: %d of %d slots came back without all their grades and are left without one%s",
@@ -620,6 +626,19 @@ class VLLMEngine:
                 f"{self.name}: '{self.readout}' reads a probe by up to {worst:.3g} off what generating a token there "
                 "gives; use slot_readout='one_token', and report the vLLM version"
             )
+
+
+def _submissions(groups: Sequence[list[int]], tokens: Sequence[int]) -> list[list[list[int]]]:
+    """`groups` in their order, in runs of up to `_SUBMITTED` of their `tokens`, or of one."""
+    runs: list[list[list[int]]] = []
+    room = 0
+    for group, n in zip(groups, tokens, strict=True):
+        if n > room:
+            runs.append([])
+            room = _SUBMITTED
+        runs[-1].append(group)
+        room -= n
+    return runs
 
 
 def _digits(tokenizer: Any) -> list[int]:

@@ -75,6 +75,34 @@ def test_pooling_is_the_default_and_takes_one_submission_for_all_windows(folder:
     assert vllm.calls == [3]
 
 
+def test_a_long_call_can_be_ended_between_submissions(
+    folder: Path, vllm: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(folder, canary=False, share_prefix=False)
+    prompt = GradePrompt(made.tokenizer)
+    some = windows(prompt)
+    empty = WindowPrompt(token_ids=np.arange(5), slots=np.array([], dtype=np.int64))
+    wanted = made.grade_logits([*some, empty], prompt.grade_ids)
+    longest, second = len(some[0].token_ids), len(some[1].token_ids)
+    monkeypatch.setattr("pd_rerank.engines.vllm._SUBMITTED", longest + second)
+    vllm.calls.clear()
+    seen: list[int] = []
+    read = made.grade_logits([*some, empty], prompt.grade_ids, progress=seen.append)
+    assert (vllm.calls, seen) == ([2, 1], [3, 1, 1])
+    for r, w in zip(read, wanted, strict=True):
+        np.testing.assert_allclose(r, w, atol=1e-5)
+
+    def nobody_waits(_: int) -> None:
+        raise KeyError("gone")
+
+    vllm.calls.clear()
+    with pytest.raises(KeyError):
+        made.grade_logits(some, prompt.grade_ids, progress=nobody_waits)
+    assert vllm.calls == [2]
+    monkeypatch.setattr("pd_rerank.engines.vllm._SUBMITTED", 1)
+    assert compared(made, hf(folder)) < 1e-4
+
+
 def test_token_ids_at_prompt_positions_give_way_where_the_runner_has_none(
     folder: Path, vllm: Behaviour, caplog: pytest.LogCaptureFixture
 ) -> None:

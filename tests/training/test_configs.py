@@ -36,8 +36,8 @@ def test_what_the_small_configs_start_from_and_every_arm_loads() -> None:
     shared = {name.replace("-", "_"): value for name, value in shared.items()}
     found = {name: load(TrainSettings, given={**shared, **own}) for name, own in arms.items()}
     assert baseline in found
-    assert [s.consistency for name, s in found.items() if name.startswith("oc_sft")] == [1, 3, 5]
-    assert {s.max_steps for s in found.values()} == {16}
+    assert [s.consistency for name, s in found.items() if name.startswith("oc_sft")] == [0, 1, 3, 5]
+    assert {s.max_steps for s in found.values()} == {24}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
