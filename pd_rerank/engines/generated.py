@@ -260,12 +260,9 @@ class _Answer:
 
     def grades(self, window: ChatWindow, *, top: int) -> list[int]:
         """The grades of the window's candidates, in its order; `InvalidData` says why there are none."""
-        try:
-            return read_grades(self.text or "", ids=window.ids, top=top)
-        except InvalidData:
-            if self.finish == "length":
-                raise InvalidData("the answer was cut off at max_tokens") from None
-            raise
+        if self.finish == "length":  # what is there may parse, and is not all that was to be said
+            raise InvalidData("the answer was cut off at max_tokens")
+        return read_grades(self.text or "", ids=window.ids, top=top)
 
     def as_json(self) -> dict[str, Any]:
         """As `from_json` reads it."""
@@ -445,17 +442,8 @@ def answer_schema(ids: Sequence[str], *, grades: int, reasons: bool = False) -> 
 
 
 _THINKING = re.compile(r"<(think|thinking|reasoning)>")
+_THOUGHT = re.compile(r"</(?:think|thinking|reasoning)>")
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL | re.IGNORECASE)
-
-
-def without_thinking(text: str) -> str:
-    """An answer's text after its thinking, which some servers leave in; thinking that never ends is `InvalidData`."""
-    for tag in ("think", "thinking", "reasoning"):
-        _, end, after = text.rpartition(f"</{tag}>")
-        text = after if end else text
-    if _THINKING.match(text.lstrip()):
-        raise InvalidData("the answer ends inside its thinking")
-    return text.strip()
 
 
 def read_grades(text: str, *, ids: Sequence[str], top: int) -> list[int]:
@@ -464,17 +452,7 @@ def read_grades(text: str, *, ids: Sequence[str], top: int) -> list[int]:
     Thinking and one code fence around everything are taken off. What is left must be `{"items": [...]}`, each item
     an id, a whole number from 0 to `top` and perhaps a reason: no other keys, no numbers as text, no key twice.
     """
-    body = without_thinking(text)
-    if not body:
-        raise InvalidData("the answer holds no text")
-    if fenced := _FENCE.fullmatch(body):
-        body = fenced[1]
-    try:
-        found = json.loads(body, object_pairs_hook=_object, parse_constant=_refuse)
-    except InvalidData:
-        raise
-    except (ValueError, RecursionError):  # what was said may quote a document, so it is not repeated
-        raise InvalidData("the answer is not JSON") from None
+    found = _whole_json(text)
     if not isinstance(found, dict) or list(found) != ["items"] or not isinstance(found["items"], list):
         raise InvalidData("the answer is not an object with one list, 'items'")
     grades: dict[str, int] = {}
@@ -496,6 +474,25 @@ def read_grades(text: str, *, ids: Sequence[str], top: int) -> list[int]:
     if len(grades) != len(ids):
         raise InvalidData("the answer leaves documents out")
     return [grades[name] for name in ids]
+
+
+def _whole_json(text: str) -> Any:
+    """The JSON that an answer is, or that follows its thinking to the end; a reason in it may quote an end of thinking.
+
+    Thinking may hold drafts, so nothing in front of its end is taken.
+    """
+    why = ""
+    for start in (0, *(match.end() for match in _THOUGHT.finditer(text))):
+        body = text[start:].strip()
+        fenced = _FENCE.fullmatch(body)
+        try:
+            return json.loads(fenced[1] if fenced else body, object_pairs_hook=_object, parse_constant=_refuse)
+        except InvalidData as error:
+            why = str(error)
+        except (ValueError, RecursionError):  # what was said may quote a document, so it is not repeated
+            unended = "the answer ends inside its thinking" if _THINKING.match(body) else "the answer is not JSON"
+            why = unended if body else "the answer holds no text"
+    raise InvalidData(why)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

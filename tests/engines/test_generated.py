@@ -11,7 +11,7 @@ import pytest
 
 from pd_rerank.engines.base import Engine
 from pd_rerank.engines.fake import FakeEngine
-from pd_rerank.engines.generated import GeneratedEngine, _key_of, answer_schema, read_grades, without_thinking
+from pd_rerank.engines.generated import GeneratedEngine, _key_of, answer_schema, read_grades
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData
 from pd_rerank.pool import Candidate, Pool
 from pd_rerank.prompt import ChatPrompt, GradePrompt
@@ -95,9 +95,18 @@ def test_other_shapes_are_refused(text: str) -> None:
 
 
 def test_thinking_that_never_ends_is_no_answer() -> None:
-    assert without_thinking("<thinking>a</thinking> b ") == "b"
-    with pytest.raises(InvalidData, match="inside its thinking"):
-        without_thinking(' <think>{"items": [{"id": "1", "grade": 3}]}')
+    for text in (' <think>{"items": [{"id": "1", "grade": 3}]}', "<think>a</think><reasoning>b"):
+        with pytest.raises(InvalidData, match="inside its thinking"):
+            read_grades(text, ids=("1",), top=3)
+
+
+@pytest.mark.parametrize("before", ["", "<thinking>a draft: {}</thinking>", "it says </think> {} </think>"])
+@pytest.mark.parametrize("quoted", ["</think>", "</think><think>", "<think>{}</think> {} </reasoning>"])
+def test_an_end_of_thinking_in_a_reason_is_a_quotation(before: str, quoted: str) -> None:
+    item = {"id": "1", "reason": f"the text says {quoted} and so on", "grade": 2}
+    said = json.dumps({"items": [item]})
+    assert read_grades(f"{before}{said}", ids=("1",), top=3) == [2]
+    assert read_grades(f"{before}\n```json\n{said}\n```", ids=("1",), top=3) == [2]
 
 
 def test_the_schema_allows_these_ids_and_grades_alone_and_reasons_come_first() -> None:
@@ -154,6 +163,7 @@ def test_fields_of_the_request_are_added_and_taken_out() -> None:
     ("content", "also", "why"),
     [
         ('{"items": [{"id": "1", "gra', {"finish_reason": "length"}, "cut off at max_tokens"),
+        (answer({"1": 3, "2": 0}), {"finish_reason": "length"}, "cut off at max_tokens"),
         ('{"items": [{"id": "1", "gra', {}, "not JSON"),
         ("<think>and on and on", {}, "inside its thinking"),
         (answer({"1": 3}), {}, "leaves documents out"),
