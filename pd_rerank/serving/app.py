@@ -80,10 +80,16 @@ def create_app(
         yield
         await service.batcher.close()
 
-    app = FastAPI(title="pd-rerank", version=__version__, description=_description(service), lifespan=lifespan)
+    app = FastAPI(
+        title="pd-rerank",
+        version=__version__,
+        description=_description(service),
+        lifespan=lifespan,
+        redirect_slashes=False,  # not every client sends its body again
+    )
     app.state.service = service
     problems: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in _STATUSES}
-    for path in PATHS:
+    for path in (*PATHS, *(f"{path}/" for path in PATHS)):
         app.add_api_route(
             path,
             service.rerank,

@@ -41,7 +41,7 @@ def problem(response: httpx.Response) -> tuple[int, str]:
 # -- the shapes clients know --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, *(f"{path}/" for path in PATHS)])
 def test_every_path_answers_what_the_library_does(path: str) -> None:
     assert answered(ask(BODY, path=path)) == direct()
 
@@ -219,6 +219,7 @@ def test_bodies_of_other_kinds_are_415(headers: dict[str, str], code: str) -> No
 def test_unknown_paths_and_methods_are_told_as_json() -> None:
     assert problem(run(lambda c: c.get("/v1/rerank"))) == (405, "method_not_allowed")
     assert problem(run(lambda c: c.post("/v1/embed", json={}))) == (404, "not_found")
+    assert problem(run(lambda c: c.get("/health/"))) == (404, "not_found")
 
 
 def test_a_full_house_is_429_with_retry_after() -> None:
