@@ -47,7 +47,7 @@ def serve(
 
     bound = listen(settings.host, settings.port)
     try:
-        rankers = {name: reranker(settings, adapter) for name, adapter in named.items()}
+        rankers = rerankers(settings, named)
         limits = LimitSettings(**{name: getattr(settings, name) for name in LimitSettings.model_fields})
         app = create_app(rankers, limits=limits, token=secret, log_texts=settings.log_texts)
     except BaseException:
@@ -77,6 +77,11 @@ def adapters(settings: ServeSettings) -> Mapping[str, str | None]:
             "--served-as is the model server's name for one adapter, and here are several; give them as "
             "--adapter NAME=THEIRS, THEIRS what the server calls it"
         )
+    if len(settings.adapter) > 1 and settings.canary is not None:
+        raise BadArgument(
+            "--canary holds scores of one adapter, and here are several; leave it out, and each is held to the "
+            "canary.json in its own folder"
+        )
     found: dict[str, str | None] = {}
     for spoken in settings.adapter:
         name, _, path = spoken.rpartition("=")
@@ -102,21 +107,33 @@ def token() -> str | None:
     return given
 
 
-def reranker(settings: ServeSettings, adapter: str | None) -> OCSFTBatchedReranker:
-    """The reranker the settings describe, loaded and proved."""
-    from pd_rerank.reranker import OCSFTBatchedReranker
-
-    options = settings.engine_options(without=("adapter",))
-    if settings.engine == "fake" and adapter:
-        raise BadArgument("--adapter means nothing to --engine fake; leave it out")
-    if settings.engine == "hf":
-        options.setdefault("share_prefix", "queries")  # requests scored together start alike
+def rerankers(settings: ServeSettings, named: Mapping[str, str | None]) -> dict[str, OCSFTBatchedReranker]:
+    """A reranker for each of `adapters`; vLLM holds several over one base, other engines load one each."""
     if settings.residual is not None and not settings.residual.exists():
         raise MissingResource(f"--residual: no file {settings.residual}")
+    paths = [path for path in dict.fromkeys(named.values()) if path is not None]
+    if settings.engine == "fake" and paths:
+        raise BadArgument("--adapter means nothing to --engine fake; leave it out")
+    options = settings.engine_options(without=("adapter",))
+    if settings.engine == "hf":
+        options.setdefault("share_prefix", "queries")  # requests scored together start alike
+    if settings.engine != "vllm" or len(named) < 2:
+        return {
+            name: reranker(settings, engine=settings.engine, adapter=path, **options) for name, path in named.items()
+        }
+    from pd_rerank.engines.vllm import VLLMEngine
+
+    engine = VLLMEngine(settings.model, adapter=paths[0], adapters=paths[1:], **options)
+    return {name: reranker(settings, engine=engine.using(path)) for name, path in named.items()}
+
+
+def reranker(settings: ServeSettings, *, engine: Any, **options: Any) -> OCSFTBatchedReranker:
+    """A reranker that shows, reads and decides as the settings say, on an engine, or one by name and `options`."""
+    from pd_rerank.reranker import OCSFTBatchedReranker
+
     return OCSFTBatchedReranker(
         settings.model,
-        engine=settings.engine,
-        adapter=adapter,
+        engine=engine,
         window=settings.window_size,
         partition=settings.partition,
         order=settings.order,

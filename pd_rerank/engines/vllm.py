@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import logging
 import os
@@ -40,7 +41,7 @@ from pd_rerank.engines.answers import (
 )
 from pd_rerank.engines.base import FloatArray, Progress, WindowPrompt
 from pd_rerank.engines.canary import EXACT, HALF, Canary, find_canary
-from pd_rerank.engines.loading import load_tokenizer
+from pd_rerank.engines.loading import load_tokenizer, out_of_memory
 from pd_rerank.errors import BadArgument, EngineFailure, InvalidData, MissingResource, ModelMismatch, whole
 from pd_rerank.files import CARD, read_json
 
@@ -123,11 +124,15 @@ class VLLMEngine:
         kinds = list(getattr(config, "architectures", None) or [])
         self._exported = bool(kinds) and all(kind.endswith("ForSequenceClassification") for kind in kinds)
         self._head, self._columns = self._head_of(head_tokens)
+        self._rank = self._lora_rank()
         self._lock = threading.Lock()
         self._cached = 0
-        ways = self._ways(slot_readout)
-        self._llm = self._load(
-            "pooling" if ways[0] == "pooling" else "generate",
+        self._share = False
+        self._flat_ids = False
+        self._llm: Any = None
+        self.dtype, self.max_length = dtype, max_length or self._positions()
+        self.readout = self._begin(
+            self._ways(slot_readout),
             kinds=kinds,
             said={
                 "dtype": dtype,
@@ -140,13 +145,6 @@ class VLLMEngine:
             },
             more=vllm_kwargs or {},
         )
-        inner = _model_config(self._llm)
-        self.dtype = str(getattr(inner, "dtype", dtype)).removeprefix("torch.")
-        self.max_length = int(getattr(inner, "max_model_len", None) or max_length or self._positions())
-        self._share = False
-        self._flat_ids = False
-        self.readout = ways[0]
-        self.readout = self._first_that_works(ways)
         self._share = self.readout == "one_token" and share_prefix is not False
         if share_prefix is not False and self.readout != "one_token":
             self._share = self._prove_cache()
@@ -170,13 +168,14 @@ class VLLMEngine:
         `share_prefix` False leaves the prefix cache unread; True reads it where the engine itself does.
         """
         opened = {a.source: a for a in self._opened}
-        if adapter is not None and str(adapter) not in opened:
+        wanted = None if adapter is None else str(Path(adapter))
+        if wanted is not None and wanted not in opened:
             raise BadArgument(
                 f"'{adapter}' is none of the adapters this engine was started with ({', '.join(opened) or 'none'}); "
                 "name it in adapters=[…]"
             )
         other = copy.copy(self)
-        other._chosen = None if adapter is None else opened[str(adapter)]
+        other._chosen = None if wanted is None else opened[wanted]
         other._share = self._share and share_prefix
         if other._chosen is not self._chosen:
             other._canary = None
@@ -388,7 +387,8 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         number = next(i for i, a in enumerate(self._opened, 1) if a is self._chosen)
-        return LoRARequest(self._chosen.folder.name or f"adapter{number}", number, str(self._chosen.folder))
+        # With its number, because folders of several adapters may have one name.
+        return LoRARequest(f"{number}-{self._chosen.folder.name}", number, str(self._chosen.folder))
 
     # -- setting up ---------------------------------------------------------------------------------------------
 
@@ -458,6 +458,26 @@ class VLLMEngine:
             return f"vLLM {_version('vllm')} cannot be told which tokens to report at prompt positions; 0.31 can"
         return None
 
+    def _begin(
+        self, ways: Sequence[str], *, kinds: Sequence[str], said: Mapping[str, Any], more: Mapping[str, Any]
+    ) -> str:
+        """Start vLLM with the runner of the best readout, or the next where that cannot be; the readout that works."""
+        runners = {"pooling": ways[:1], "generate": ways[1:]} if ways[0] == "pooling" else {"generate": ways}
+        for runner, some in runners.items():
+            try:
+                self._llm = self._load(runner, kinds=kinds, said=said, more=more)
+                inner = _model_config(self._llm)
+                self.dtype = str(getattr(inner, "dtype", self.dtype)).removeprefix("torch.")
+                self.max_length = int(getattr(inner, "max_model_len", None) or self.max_length)
+                return self._first_that_works(some)
+            except (EngineFailure, ModelMismatch) as error:
+                if some[-1] == ways[-1] or (error.__cause__ is not None and out_of_memory(error.__cause__)):
+                    raise
+                logger.warning("'%s' is read without pooling, which vLLM cannot do here: %s", self._model, error)
+            self._llm = None
+            gc.collect()  # what vLLM holds of the device goes with it
+        raise AssertionError("the last runner returns or raises")
+
     def _load(self, runner: str, *, kinds: Sequence[str], said: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
         how: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
         how |= {"model": self._place, "runner": runner}
@@ -485,8 +505,8 @@ class VLLMEngine:
             other = "; slot_readout='one_token' does without a pooling runner" if runner == "pooling" else ""
             raise EngineFailure(f"vLLM cannot load '{self._model}' ({runner} runner): {error}{other}") from error
 
-    def _lora_settings(self, runner: str) -> dict[str, Any]:
-        """The LoRA settings of `vllm.LLM`, the rank from the adapters; what vLLM would refuse is named here."""
+    def _lora_rank(self) -> int:
+        """The rank vLLM must make room for, 0 without adapters; what vLLM would refuse is named here."""
         for adapter in self._opened:
             settings = adapter.settings
             odd = [
@@ -505,11 +525,15 @@ class VLLMEngine:
                     f"the adapter '{adapter.source}' holds {odd[0]}, which vLLM does not apply; export it merged "
                     "(pd-rerank export)"
                 )
-        rank = max(adapter.rank or 1 for adapter in self._opened)
-        fitting = [r for r in _RANKS if r >= rank]
+        rank = max((adapter.rank or 1 for adapter in self._opened), default=0)
+        fitting = [r for r in (0, *_RANKS) if r >= rank]
         if not fitting:
             raise ModelMismatch(f"vLLM takes LoRA ranks up to {_RANKS[-1]}, this adapter has {rank}; export it merged")
-        how: dict[str, Any] = {"enable_lora": True, "max_loras": len(self._opened), "max_lora_rank": fitting[0]}
+        return fitting[0]
+
+    def _lora_settings(self, runner: str) -> dict[str, Any]:
+        """The LoRA settings of `vllm.LLM`."""
+        how: dict[str, Any] = {"enable_lora": True, "max_loras": len(self._opened), "max_lora_rank": self._rank}
         if runner == "generate" and not any(adapter.changes_head for adapter in self._opened):
             # With the output head among the modules, vLLM applies its adapters to rows of the wrong sequences.
             targets = {t for a in self._opened for t in _listed(a.settings.get("target_modules"))}
@@ -520,10 +544,10 @@ class VLLMEngine:
         return int(getattr(self._text_config, "max_position_embeddings", None) or 1 << 30)
 
     def _first_that_works(self, ways: Sequence[str]) -> str:
-        """The first readout that reads a probe; those of the runner that is loaded are tried in turn."""
+        """The first readout of the loaded runner that reads a probe."""
         said: dict[str, str] = {}
         probe, ids = self._probe()
-        for way in [ways[0]] if ways[0] == "pooling" else ways:
+        for way in ways:
             self.readout = way
             for flat in (False, True) if way == "prompt_ids" else (False,):
                 self._flat_ids = flat

@@ -80,9 +80,14 @@ class Logprob:
 
 @dataclass
 class Behaviour:
-    """How this vLLM behaves; `loads` holds what every LLM was started with, `calls` the size of every submission."""
+    """How this vLLM behaves; `no_pooling` is where it says so, load or encode.
+
+    `loads` holds what every LLM was started with, `calls` the size of every submission.
+    """
 
     runner_v2: bool = True
+    no_pooling: str = ""
+    out_of_memory: bool = False
     stale_cache: bool = False
     stale: float = 0.0
     no_numbers: bool = False
@@ -104,6 +109,11 @@ def made(behaviour: Behaviour, *, old: bool = False) -> dict[str, types.ModuleTy
             import transformers
 
             behaviour.loads.append({"model": model, "runner": runner, **kwargs})
+            if behaviour.out_of_memory:
+                raise RuntimeError("CUDA out of memory")
+            if runner == "pooling" and behaviour.no_pooling == "load":
+                raise ValueError("This model does not support `--runner pooling`.")
+            self.names: dict[str, int] = {}
             self.runner = runner
             overrides = kwargs.get("hf_overrides") or {}
             self.tokens = overrides.get("classifier_from_token")
@@ -122,6 +132,7 @@ def made(behaviour: Behaviour, *, old: bool = False) -> dict[str, types.ModuleTy
         def _model(self, lora: LoRARequest | None) -> Any:
             if lora is None or behaviour.ignores_adapters:
                 return self.models[""]
+            assert self.names.setdefault(lora.lora_name, lora.lora_int_id) == lora.lora_int_id, "one name, one adapter"
             if lora.lora_path not in self.models:
                 self.models[lora.lora_path] = apply_adapter(self.source(), open_adapter(lora.lora_path))
             return self.models[lora.lora_path]
@@ -149,6 +160,8 @@ def made(behaviour: Behaviour, *, old: bool = False) -> dict[str, types.ModuleTy
         ) -> list[Any]:
             import torch
 
+            if behaviour.no_pooling == "encode":
+                raise ValueError("Unsupported task: 'token_classify'")
             assert (self.runner, pooling_task, pooling_params.use_activation) == ("pooling", "token_classify", False)
             behaviour.calls.append(len(prompts))
             answers = []

@@ -117,6 +117,30 @@ def test_token_ids_at_prompt_positions_give_way_where_the_runner_has_none(
     assert "requires the V2 model runner" in caplog.text
 
 
+@pytest.mark.parametrize("where", ["load", "encode"])
+def test_where_vllm_cannot_pool_the_next_readout_is_taken_and_said(
+    where: str, folder: Path, adapter: Path, vllm: Behaviour, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm.no_pooling = where
+    with caplog.at_level(logging.WARNING, "pd_rerank"):
+        made = engine(folder, adapter=adapter, canary=False)
+    assert (made.readout, [load["runner"] for load in vllm.loads]) == ("prompt_ids", ["pooling", "generate"])
+    assert "is read without pooling" in caplog.text
+    assert ("--runner pooling" if where == "load" else "Unsupported task: 'token_classify'") in caplog.text
+    assert compared(made, hf(folder, adapter=adapter)) < 1e-4
+    vllm.runner_v2 = False
+    assert engine(folder).readout == "one_token"
+    with pytest.raises((EngineFailure, ModelMismatch), match="pooling"):
+        engine(folder, slot_readout="pooling")
+
+
+def test_where_memory_runs_out_vllm_is_not_started_again(folder: Path, vllm: Behaviour) -> None:
+    vllm.out_of_memory = True
+    with pytest.raises(EngineFailure, match="out of memory"):
+        engine(folder)
+    assert len(vllm.loads) == 1
+
+
 def test_an_older_vllm_reads_one_token_or_its_likeliest(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +185,7 @@ def test_soft_cap_and_scale_are_applied_here_where_the_head_leaves_them_out(
 
 
 def test_several_adapters_stand_over_one_base(folder: Path, adapter: Path, vllm: Behaviour, tmp_path: Path) -> None:
-    second = save_adapter(tmp_path / "ad2", hf(folder).model, seed=5, rank=20)
+    second = save_adapter(tmp_path / "other" / adapter.name, hf(folder).model, seed=5, rank=20)
     made = engine(folder, adapter=adapter, adapters=[second], canary=False)
     assert len(vllm.loads) == 1
     assert (vllm.loads[0]["max_loras"], vllm.loads[0]["max_lora_rank"]) == (2, 32)
