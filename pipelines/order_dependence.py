@@ -31,7 +31,7 @@ def main() -> int:
 
     def told() -> OrderSettings:
         settings = load(OrderSettings, file=args.config, given={"output": args.output})
-        return smaller(settings, args.queries, args.presentations) if args.queries or args.presentations else settings
+        return smaller(settings, args.queries, args.presentations)
 
     return carry_out(
         told,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pd_rerank.engines.base import Engine
@@ -29,8 +29,8 @@ def load_engine(model: Any, *, engine: str | Engine = "hf", also: Iterable[str] 
     names, of the engine's or of `also`, what the caller takes itself. An `adapter` of None is no adapter, and may be
     given to any engine; `torch_dtype` is transformers' old word for `dtype`.
     """
-    given = {name: value for name, value in options.items() if name != "adapter" or value is not None}
     if not isinstance(engine, str):
+        given = _given(options)
         if lacking := [name for name in _CONTRACT if not hasattr(engine, name)]:
             raise BadArgument(
                 f"engine must be a name ({', '.join(ENGINES)}) or an object with {', '.join(_CONTRACT)}; "
@@ -39,13 +39,25 @@ def load_engine(model: Any, *, engine: str | Engine = "hf", also: Iterable[str] 
         if given:
             raise BadArgument(f"an engine object takes no further options, got {', '.join(sorted(given))}")
         return engine
+    kind, given = check_options(engine, options, also=also)
+    named = {"name": str(model)} if engine == "fake" else {"model": model}
+    built: Engine = kind(**named, **given)
+    return built
+
+
+def check_options(
+    engine: str, options: Mapping[str, Any], *, also: Iterable[str] = ()
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What makes an engine and its options in that one's words, nothing loaded; refuses what `load_engine` refuses."""
     if engine not in ENGINES:
         raise BadArgument(f"unknown engine '{engine}'; choose one of {', '.join(ENGINES)} or pass an engine object")
     module, name = _HOMES[engine]
     kind = getattr(importlib.import_module(module), name)
-    named = {"name": str(model)} if engine == "fake" else {"model": model}
-    built: Engine = kind(**named, **_known(kind, given, also=also))
-    return built
+    return kind, _known(kind, _given(options), also=also)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "adapter" or value is not None}
 
 
 def _known(kind: type, options: Mapping[str, Any], *, also: Iterable[str]) -> dict[str, Any]:

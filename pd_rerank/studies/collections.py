@@ -31,7 +31,7 @@ def lay_out(directions: Sequence[Direction], settings: PoolSettings) -> None:
 
 def passage_id(text: str) -> str:
     """The id of a passage that has none: p and the first 12 digits of its text's SHA-256."""
-    return f"p{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"p{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
 
 
 def index_if_absent(route: RouteSettings, settings: PoolSettings, *, dtype: str = "fp32") -> None:
@@ -61,7 +61,7 @@ def pools_of(
     corpus of the pairs' own passages where the config's is missing. Or it is a pool folder or file, which is read as
     it is; the rules are then those its manifest records, else plain ones for the routes it has.
     """
-    if config.suffix not in (".yaml", ".yml"):
+    if config.suffix.lower() not in (".yaml", ".yml"):
         pools = read_pools(config)
         return pools, _recorded_rules(config, pools)
     settings = load(PoolSettings, file=config)

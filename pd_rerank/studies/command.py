@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -83,6 +84,15 @@ def carry_out(
         print(f"not run: {item.what}: {item.why}", file=sys.stderr)
     print(place / "index.html")
     return 7 if failed else 0
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Say before an error's message what it is about."""
+    try:
+        yield
+    except PdRerankError as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def attempt(what: str, make: Callable[[], None], not_run: list[NotRun]) -> bool:

@@ -6,11 +6,11 @@ import csv
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pd_rerank.errors import InvalidData
+from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.page import page
 from pd_rerank.evaluation.report import Cell, Report, Table, as_json, as_markdown, defined
 from pd_rerank.files import (
@@ -25,6 +25,9 @@ from pd_rerank.files import (
     write_json,
 )
 from pd_rerank.pool import Pool
+
+_LONGEST = 80
+"""Characters in the name of a scorer or a collection, which is part of file names."""
 
 _REPORT = ("index.html", "report.md", "report.json", "tables", "figures")
 
@@ -58,7 +61,10 @@ class RunFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise BadArgument(f"the run folder {str(folder)!r} cannot be made: {error}; name another") from error
         busy = f"another process is working in {self.folder}; wait for it, or name another folder"
         self._lock = hold_folder(self.folder, busy=busy)
         for left_over in self.folder.rglob(".*.????????.part"):  # of files a killed run was writing
@@ -152,6 +158,17 @@ def write_table(table: Table, path: Path) -> None:
 def slug(name: str) -> str:
     """A name as part of a path: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "-"
+
+
+def check_names(what: str, names: Iterable[str]) -> None:
+    """Refuse names whose files would be the same, or that are too long for files."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if len(name) > _LONGEST:
+            raise ValueError(f"{what} '{name[:20]}…' has a name of {len(name)} characters; {_LONGEST} are enough")
+        if other := seen.get(slug(name)):
+            raise ValueError(f"{what}s '{other}' and '{name}' would have the same files; rename one of them")
+        seen[slug(name)] = name
 
 
 def _scored(scorer: Scorer, pools: Sequence[Pool]) -> dict[str, Any]:

@@ -30,17 +30,14 @@ from pd_rerank.pool import Pool, pools_sha256
 from pd_rerank.retrieval.fusion import RouteRule
 from pd_rerank.scores import Scores
 from pd_rerank.studies.collections import pools_of
-from pd_rerank.studies.command import NotRun, attempt
-from pd_rerank.studies.folder import RunFolder
-from pd_rerank.studies.nevir_settings import CollectionSettings, NevirSettings, ScorerSettings
-from pd_rerank.studies.scorers import open_scorer, pointwise
+from pd_rerank.studies.command import NotRun, about, attempt
+from pd_rerank.studies.folder import RunFolder, slug
+from pd_rerank.studies.nevir_settings import FUSION, CollectionSettings, NevirSettings, ScorerSettings
+from pd_rerank.studies.scorers import check_scorer, open_scorer, pointwise
 from pd_rerank.studies.templates import write_templates
 from pd_rerank.windows import permutation, view_seed
 
 logger = logging.getLogger("pd_rerank")
-
-FUSION = "fusion"
-"""The reference ranker: the first stage's own scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,6 +96,9 @@ def run(settings: NevirSettings, folder: RunFolder) -> Study:
     """Do what is not done yet, stage by stage, and return the whole."""
     if settings.train is not None:
         need("lightgbm", extra="ltr", purpose="trees are trained by 'lightgbm'")
+    for name, scorer in settings.scorers.items():
+        with about(f"scorer '{name}'"):
+            check_scorer(scorer)
     not_run: list[NotRun] = []
     parts = read_parts(settings, folder)
     entries: dict[str, dict[str, Entry]] = {
@@ -155,7 +155,7 @@ def _collection(
 ) -> tuple[list[Direction], list[Pool], dict[str, RouteRule]]:
     pairs, config = settings.pairs, settings.pools
     if settings.templates is not None:
-        place = folder.folder / f"{name}-templates"
+        place = folder.folder / f"{slug(name)}-templates"
         pairs, config = write_templates(place, settings.templates)
     assert pairs is not None
     assert config is not None
@@ -320,6 +320,8 @@ def read_by(
         logger.info("%s: %d windows of %s", name, len(heads), part_name)
         shards = list(folder.scored(f"{name} {part_name}", key, heads, once, size=settings.shard_size))
         found, windows_read = _by_query(shards), list(shards)
+        if part_name == "test" and all(score is None for scores in found.values() for score in scores.values()):
+            raise InvalidData(f"no candidate of {part_name} has a score; are they scores of other queries?")
         pair_scores = {c.direction.direction_id: _pair_of(c, found.get(str(c.query_id), {})) for c in cases}
         if not pointwise(scorer) and scorer.pair_only:
             alone = _pairs(part, cases)

@@ -43,8 +43,9 @@ from pd_rerank.evaluation.resampling import (
     sign_test,
 )
 from pd_rerank.studies.command import left_out
-from pd_rerank.studies.nevir import FUSION, Entry, Study, mixed, with_secondary
+from pd_rerank.studies.nevir import Entry, Study, mixed, with_secondary
 from pd_rerank.studies.nevir_orders import order_sections
+from pd_rerank.studies.nevir_settings import E0_TIE, FUSION
 
 _E0 = "E0"
 _N8 = "N=8"
@@ -274,8 +275,8 @@ def _compared(rankers: Mapping[str, Entry]) -> Iterable[tuple[str, str]]:
             yield name, FUSION
         if name == _N8 or (entry.rows and _E0 in rankers):
             yield name, _E0
-        if name.endswith(_TIE):
-            yield name, name.removesuffix(_TIE)
+        if name.endswith(E0_TIE):
+            yield name, name.removesuffix(E0_TIE)
 
 
 def _contrast(mine: Sequence[PairOutcome], theirs: Sequence[PairOutcome]) -> tuple[tuple[Cell, ...], float]:
@@ -362,7 +363,7 @@ def _decided(rankers: Mapping[str, Entry]) -> list[Section]:
     cells: list[tuple[Cell, ...]] = []
     pictures = []
     for name, entry in rankers.items():
-        if not entry.rows or name.endswith(_TIE):
+        if not entry.rows or name.endswith(E0_TIE):
             continue
         mine = population(entry.outcomes)
         found = decompose(mine, _same(rankers[FUSION].outcomes, mine))
@@ -409,7 +410,8 @@ _POINTS = (
 
 def _operating_points(study: Study) -> list[Section]:
     """Every K, and per scorer what was chosen on the development part: the least K, the margin gate, the route gate."""
-    k, keep = study.settings.window, study.settings.keep
+    deepest = max(len(pool) for part in study.entries for pool in study.parts[part].pools.values())
+    k, keep = min(study.settings.window, deepest), study.settings.keep
     curve: list[tuple[Cell, ...]] = []
     points: list[tuple[Cell, ...]] = []
     frontier: list[tuple[Cell, ...]] = []
@@ -596,8 +598,6 @@ def _branched(entry: Entry) -> tuple[PairOutcome, ...]:
 
 # -- inner parts ----------------------------------------------------------------------------------------------------
 
-_TIE = ", E0 tie"
-
 
 def _with_e0_ties(study: Study, part: str) -> dict[str, Entry]:
     """A part's rankers, and each window rerank again with E0 breaking its ties."""
@@ -606,7 +606,7 @@ def _with_e0_ties(study: Study, part: str) -> dict[str, Entry]:
     if _E0 in entries:
         for name, entry in entries.items():
             if entry.rows:
-                tied = name + _TIE
+                tied = name + E0_TIE
                 found[tied] = with_secondary(tied, entry, entries[_E0], k=study.settings.window)
     return found
 

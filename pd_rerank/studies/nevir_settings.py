@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from pd_rerank.config import Settings, load
+from pd_rerank.errors import near_names
 from pd_rerank.ltr.lambdamart import FACTORS, SEED, Supervision, Trees
+from pd_rerank.studies.folder import check_names
+
+FUSION = "fusion"
+"""The reference ranker: the first stage's own scores."""
+
+E0_TIE = ", E0 tie"
+"""The end of the name that a window rerank has with E0 breaking its ties."""
+
+
+_FIELDS = ("id", "q1", "q2", "doc1", "doc2", "query", "query_id", "preferred", "rejected", "pair", "group")
+"""Our words for the fields of labelled pairs, see `read_pairs`."""
 
 
 class CollectionSettings(Settings):
@@ -24,6 +36,8 @@ class CollectionSettings(Settings):
     def _one_origin(self) -> Self:
         if (self.templates is None) == (self.pairs is None or self.pools is None):
             raise ValueError("a collection is 'pairs' with 'pools', or 'templates' alone")
+        if unknown := [name for name in self.fields if name not in _FIELDS]:
+            raise ValueError(f"pairs have no field '{unknown[0]}'; {near_names(unknown[0], _FIELDS)}")
         return self
 
 
@@ -56,6 +70,13 @@ class TreeSettings(Settings):
     rounds: int = Field(300, ge=1)
     patience: int = Field(40, ge=1)
 
+    @model_validator(mode="after")
+    def _new_names(self) -> Self:
+        for name in self.arms:
+            if name == FUSION or name in FACTORS:
+                raise ValueError(f"arm '{name}' has the name of a ranker that the study has itself; rename it")
+        return self
+
     def all_arms(self) -> dict[str, tuple[Supervision, Trees]]:
         """Every arm by name: how it is supervised and grown."""
         trees = Trees(rounds=self.rounds, patience=self.patience)
@@ -87,7 +108,7 @@ class ScorerSettings(Settings):
 
     type: Literal["rerankers", "generated", "ocsft", "scores"]
     model: str
-    options: dict[str, Any] = Field({})
+    options: dict[str, JsonValue] = Field({})
     directions: int | None = Field(None, ge=1)
     dev_directions: int | None = Field(None, ge=0)
     presentations: int = Field(1, ge=1)
@@ -99,6 +120,8 @@ class ScorerSettings(Settings):
     def _can_be_asked_again(self) -> Self:
         if self.type == "scores" and self.presentations > 1:
             raise ValueError("scores at hand are of one order; leave 'presentations' out")
+        if self.type == "scores" and self.options:
+            raise ValueError(f"scores at hand take no options, got {', '.join(sorted(self.options))}")
         return self
 
 
@@ -123,6 +146,12 @@ class NevirSettings(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        check_names("collection", self.collections)
+        check_names("scorer", self.scorers)
+        arms = self.trees.all_arms() if self.train is not None else {}
+        for name in self.scorers:
+            if name == FUSION or name in arms or name.endswith(E0_TIE):
+                raise ValueError(f"scorer '{name}' has the name of a ranker that the study has itself; rename it")
         parts = {name: part for name in ("train", "dev", "test") if (part := getattr(self, name)) is not None}
         for name, part in parts.items():
             if part.collection not in self.collections:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,8 @@ from pd_rerank.prompt import ChatPrompt, GradePrompt, Prompt
 from pd_rerank.rubrics import load_rubric
 from pd_rerank.scores import ScoreTable, join_scores, read_scores, write_scores
 from pd_rerank.scoring import Scoring, score_pools
-from pd_rerank.studies.command import NotRun, attempt
-from pd_rerank.studies.folder import RunFolder
+from pd_rerank.studies.command import NotRun, about, attempt
+from pd_rerank.studies.folder import RunFolder, slug
 from pd_rerank.studies.order_data import Task, read_task
 from pd_rerank.studies.order_reader import Asked, Kept
 from pd_rerank.studies.order_settings import (
@@ -47,6 +47,7 @@ from pd_rerank.studies.order_settings import (
     ScorerSettings,
     TaskSettings,
 )
+from pd_rerank.studies.scorers import SHOWN, WORDED, WRITTEN, check_reranker
 
 logger = logging.getLogger("pd_rerank")
 
@@ -117,7 +118,7 @@ def run(settings: OrderSettings, folder: RunFolder) -> Study:
     """Do what is not done yet, stage by stage, and return the whole."""
     check(settings)
     tasks = {
-        name: read_task(name, task, folder.folder / f"{name}-templates", seed=settings.seed)
+        name: read_task(name, task, folder.folder / f"{slug(name)}-templates", seed=settings.seed)
         for name, task in settings.tasks.items()
     }
     for name, task in tasks.items():
@@ -174,10 +175,12 @@ def check(settings: OrderSettings) -> None:
     for task_name, task in settings.tasks.items():
         load_rubric(task.asked)
         for name, scorer in settings.scorers.items():
-            if scorer.type != "ocsft" or scorer.skip is not None or task_name not in (scorer.tasks or settings.tasks):
+            if scorer.type not in _OURS or scorer.skip is not None or task_name not in (scorer.tasks or settings.tasks):
                 continue
             here = scorer.on(task_name)
             options = _asked_of(here, task, {})
+            with about(f"scorer '{name}' on task '{task_name}'"):
+                check_reranker(options)
             rubric = load_rubric(options["rubric"])
             card = _card(here)
             if card is None or not options.get("check_template", True):
@@ -191,6 +194,10 @@ def check(settings: OrderSettings) -> None:
                     f"'{trained.get('name')}', asked is '{rubric.name}' (another {other[0]}); give the task or the "
                     f"scorer's options 'rubric: {options['adapter']}', or limit the scorer to other 'tasks'"
                 )
+    for control, asked in settings.controls.items():
+        for name, task_name, changed in _changes(control, asked, settings):
+            with about(f"control '{control}', {name} on {task_name}"):
+                check_reranker(_asked_of(settings.scorers[name].on(task_name), settings.tasks[task_name], changed))
 
 
 # -- scoring ------------------------------------------------------------------------------------------------------
@@ -219,25 +226,20 @@ class Rankers:
     def open(self, name: str, scorer: ScorerSettings, task: TaskSettings, changed: Mapping[str, Any]) -> Opened:
         """What grades for a scorer on a task, with `changed` options; they are those of `OCSFTBatchedReranker`."""
         options = _asked_of(scorer, task, changed)
-        shown = {key: options.pop(key) for key in _SHOWN if key in options}
+        shown = {key: options.pop(key) for key in SHOWN if key in options}
         check_template = options.pop("check_template", True)
         written = options.get("engine") == "generated"
-        worded = {key: options.pop(key) for key in (_WRITTEN if written else _WORDED) if key in options}
+        worded = {key: options.pop(key) for key in (WRITTEN if written else WORDED) if key in options}
         key = [scorer.model or name, options]
         if key != self._key:
             self.close()  # the old one goes before the new one comes
-            self._engine = load_engine(key[0], also=(*_SHOWN, *_WORDED, "check_template"), **options)
+            self._engine = load_engine(key[0], also=(*SHOWN, *WORDED, "check_template"), **options)
             self._key = key
         prompt: Prompt = ChatPrompt(**worded) if written else GradePrompt(self._engine.tokenizer, **worded)
         card = getattr(self._engine, "adapter_card", None)
         if card and check_template:
             prompt.check_card(card, where=f"adapter '{options.get('adapter', key[0])}'")
         return Opened(engine=self._engine, prompt=prompt, scoring=Scoring(**shown))
-
-
-_SHOWN = ("window", "partition", "order", "calibration")
-_WORDED = ("rubric", "instruction", "markers", "max_doc_chars", "placeholder", "chat", "template_kwargs")
-_WRITTEN = ("rubric", "instruction", "markers", "max_doc_chars", "reasons")
 
 
 def graded(
@@ -576,6 +578,9 @@ def _measured(
 
 # -- controls -----------------------------------------------------------------------------------------------------
 
+_OURS = ("ocsft", "fake")
+"""Types of scorers that are scored here."""
+
 _OPTION = {"partition": "partition", "placeholder": "placeholder", "markers": "markers", "width": "window"}
 
 
@@ -597,7 +602,7 @@ def _control(
         scorer = settings.scorers[name]
         for task in (tasks[task] for task in asked.tasks or tasks):
             what = f"control: {control}, {name} on {task.name}"
-            if scorer.type not in ("ocsft", "fake"):
+            if scorer.type not in _OURS:
                 not_run.append(NotRun(what=what, why="it takes new scoring, and this scorer is not ours", failed=False))
             elif name in entries[task.name]:
                 make = partial(_variants, control, asked, name, scorer, task, settings, folder, rankers, found, not_run)
@@ -605,11 +610,23 @@ def _control(
     return found
 
 
+def _changes(
+    control: str, asked: ControlSettings, settings: OrderSettings
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The options that a control will change, by scorer and task."""
+    for value in asked.values or CONTROLS[control]:
+        changed = {_OPTION[control]: value} if control in _OPTION else value
+        if isinstance(changed, dict):
+            for name in controlled(control, asked, settings):
+                if settings.scorers[name].type in _OURS and settings.scorers[name].skip is None:
+                    yield from ((name, task, changed) for task in asked.tasks or settings.tasks)
+
+
 def controlled(control: str, asked: ControlSettings, settings: OrderSettings) -> list[str]:
     """The scorers a control is of: those it names, else the first that is scored here."""
     if asked.scorers is not None:
         return asked.scorers
-    ours = [name for name, s in settings.scorers.items() if s.type in ("ocsft", "fake") and s.skip is None]
+    ours = [name for name, s in settings.scorers.items() if s.type in _OURS and s.skip is None]
     return ours[:1]
 
 
@@ -660,8 +677,8 @@ def _variants(
             variant(order, pools, count=0, changed={"order": order})
     elif control == "batching":
         for v in values:
-            own = v if isinstance(v, dict) else {}
-            variant(_said(v), pools, count=0, changed=own, at_once=None if own else int(v))
+            own, at_once = (v, None) if isinstance(v, dict) else ({}, v)
+            variant(_said(v), pools, count=0, changed=own, at_once=at_once)
     elif control == "first_stage" and not task.others:
         absent(here, "the task names no other first stage")
     elif control == "first_stage":
@@ -716,7 +733,7 @@ def _asked_of(scorer: ScorerSettings, task: TaskSettings, changed: Mapping[str, 
 def _folder_of(scorer: ScorerSettings) -> Path | None:
     """The folder of a scorer's adapter, where it is on this machine."""
     adapter = scorer.options.get("adapter")
-    place = None if adapter is None else adapter_folder(adapter)
+    place = None if adapter is None else adapter_folder(str(adapter))
     return place if place is not None and place.is_dir() else None
 
 

@@ -58,7 +58,8 @@ def read_task(name: str, settings: TaskSettings, folder: Path, *, seed: int) -> 
         left_out["fewer than two candidates"] = len(short)
     full = [pool for pool in pools if len(pool) >= 2]
     if len(full) < 4:
-        raise InvalidData(f"task '{name}' has {len(full)} queries with two candidates or more; it takes four")
+        why = "".join(f"; {n} left out: {reason}" for reason, n in left_out.items())
+        raise InvalidData(f"task '{name}' has {len(full)} queries with two candidates or more, it takes four{why}")
     chosen = _drawn(full, settings.queries, seed=seed)
     ids = {pool.query_id for pool in chosen}
     n = settings.candidates

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from pd_rerank.config import Settings
-from pd_rerank.studies.folder import slug
+from pd_rerank.engines.http import checked_url
+from pd_rerank.studies.folder import check_names
 
 Kind = Literal["passages", "qa", "responses", "claims"]
 
@@ -57,7 +58,7 @@ class ReaderSettings(Settings):
     type: Literal["extractive", "transformers", "server"]
     model: str = ""
     server: str | None = None
-    request: dict[str, Any] = Field({})
+    request: dict[str, JsonValue] = Field({})
     dtype: str = "auto"
     top: int = Field(5, ge=1)
     max_tokens: int = Field(64, ge=1)
@@ -69,6 +70,8 @@ class ReaderSettings(Settings):
             raise ValueError(f"a reader of type {self.type} needs a 'model'")
         if (self.server is not None) != (self.type == "server"):
             raise ValueError("a reader of type server has an address under 'server', and no other has")
+        if self.server is not None:
+            checked_url(self.server)
         return self
 
 
@@ -103,6 +106,8 @@ class TaskSettings(Settings):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.templates is not None and self.candidates > 96:
+            raise ValueError("the templates have words for 96 candidates at most")
         if self.templates is None:
             if self.type != "passages" and self.file is None:
                 raise ValueError(f"a task of type {self.type} is one 'file', or so many queries of 'templates'")
@@ -113,7 +118,7 @@ class TaskSettings(Settings):
             raise ValueError("other first stages are runs beside a 'run', not beside 'pools'")
         if not self.scale[0] < self.scale[1]:
             raise ValueError("a scale is its lowest and its highest score")
-        if self.reader is not None and self.type not in ("qa", "claims"):
+        if (self.reader is not None or "reader" in self.uses) and self.type not in ("qa", "claims"):
             raise ValueError(f"a reader answers questions and judges claims; a task of type {self.type} has neither")
         return self
 
@@ -144,8 +149,8 @@ class ScorerSettings(Settings):
 
     type: Literal["ocsft", "fake", "scores", "derived"] = "derived"
     model: str = ""
-    options: dict[str, Any] = Field({})
-    by_task: dict[str, dict[str, Any]] = Field({})
+    options: dict[str, JsonValue] = Field({})
+    by_task: dict[str, dict[str, JsonValue]] = Field({})
     runs: dict[str, list[Path]] = Field({})
     first: dict[str, Path] = Field({})
     of: str | None = None
@@ -170,6 +175,11 @@ class ScorerSettings(Settings):
             raise ValueError("a scorer of type ocsft needs a 'model'")
         if (self.type == "scores") != bool(self.runs):
             raise ValueError("a scorer of type scores has 'runs' by task, and no other has")
+        if self.type == "scores" and (self.model or self.options or self.by_task):
+            raise ValueError("scores at hand take no model and no options; leave them out")
+        for task, paths in self.runs.items():
+            if not paths or len(set(paths)) < len(paths):
+                raise ValueError(f"runs of task '{task}' are one or more files, each of another presentation")
         for options in (self.options, *self.by_task.values()):
             if owned := [name for name in OWNED if name in options]:
                 raise ValueError(f"option '{owned[0]}' is the study's to set")
@@ -192,7 +202,7 @@ class ControlSettings(Settings):
     tasks: list[str] | None = None
     queries: int | None = Field(None, ge=2)
     presentations: int | None = Field(None, ge=2)
-    values: list[Any] | None = None
+    values: list[JsonValue] | None = None
 
 
 class OrderSettings(Settings):
@@ -217,11 +227,7 @@ class OrderSettings(Settings):
         for what, names in (("task", self.tasks), ("scorer", self.scorers)):
             if not names:
                 raise ValueError(f"the study names no {what}")
-            seen: dict[str, str] = {}
-            for name in names:
-                if other := seen.get(slug(name)):
-                    raise ValueError(f"{what}s '{other}' and '{name}' would have the same files; rename one of them")
-                seen[slug(name)] = name
+            check_names(what, names)
         for name, scorer in self.scorers.items():
             self._known(scorer.tasks or (), self.tasks, f"scorer '{name}' is for task")
             self._known((*scorer.runs, *scorer.first), self.tasks, f"scorer '{name}' has runs for task")
@@ -243,7 +249,7 @@ class OrderSettings(Settings):
                 raise ValueError(f"control '{name}' takes {'some' if CONTROLS[name] else 'no'} values")
             kinds = {"width": (int,), "batching": (int, dict), "adaptive": (int, float)}.get(name)
             for value in (control.values or ()) if kinds else ():
-                if type(value) not in (kinds or ()) or (not isinstance(value, dict) and value <= 0):
+                if type(value) not in (kinds or ()) or (isinstance(value, int | float) and value <= 0):
                     raise ValueError(f"control '{name}' takes numbers above 0, got {value!r}")
         return self
 

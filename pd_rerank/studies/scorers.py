@@ -9,10 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_rerank.decisions import Settle
+from pd_rerank.engines import check_options
 from pd_rerank.engines.generated import GeneratedEngine
+from pd_rerank.engines.http import checked_url
 from pd_rerank.errors import BadArgument, EngineFailure, PdRerankError
 from pd_rerank.evaluation.systems import read_system
 from pd_rerank.pool import Pool
+from pd_rerank.prompt import ChatPrompt
+from pd_rerank.scores import READOUTS
+from pd_rerank.scoring import Scoring
 from pd_rerank.studies.folder import Scorer
 from pd_rerank.studies.nevir_settings import ScorerSettings
 
@@ -22,8 +27,45 @@ def open_scorer(settings: ScorerSettings) -> Scorer:
     if settings.type == "rerankers":
         return CrossEncoder(settings.model, settings.options)
     if settings.type == "scores":
-        return Saved(settings.model, settings.options)
+        return Saved(settings.model)
     return Batched(settings.model, settings.options, written=settings.type == "generated")
+
+
+SHOWN = ("window", "partition", "order", "calibration")
+WORDED = ("rubric", "instruction", "markers", "max_doc_chars", "placeholder", "chat", "template_kwargs")
+WRITTEN = ("rubric", "instruction", "markers", "max_doc_chars", "reasons")
+"""Options of `OCSFTBatchedReranker`: how pools are shown, how slots are asked for, how written grades are."""
+
+_SPENT = ("presentations", "seed", "shuffle")
+_REST = ("readout", "settle", "threshold", "slot_residual", "check_template", "max_concurrency")
+
+
+def check_scorer(settings: ScorerSettings) -> None:
+    """Refuse, before anything is loaded, options that `open_scorer` would refuse and that no model is needed to judge.
+
+    What depends on a model (adapter, placeholder, chat template), on a library or a machine fails when it is opened.
+    """
+    if settings.type not in ("ocsft", "generated"):
+        return
+    given = Batched.options(settings.options, written=settings.type == "generated")
+    if given.get("readout", READOUTS[0]) not in READOUTS:
+        raise BadArgument(f"unknown readout '{given['readout']}'; choose one of {', '.join(READOUTS)}")
+    if given.get("settle") is not None:
+        given["settle"].check(given.get("presentations", 1))
+    check_reranker(given, also=(*_SPENT, *_REST))
+
+
+def check_reranker(options: Mapping[str, Any], *, also: Sequence[str] = ()) -> None:
+    """Refuse options that no reranker takes; `also` names those that the caller sees to."""
+    engine = options.get("engine", "hf")
+    if isinstance(options.get("server"), str):
+        checked_url(options["server"])
+    worded = WRITTEN if engine == "generated" else WORDED
+    Scoring(**{name: options[name] for name in (*SHOWN, *_SPENT) if name in options})
+    ChatPrompt(**{name: options[name] for name in WRITTEN if name in worded and name in options})
+    taken = (*SHOWN, *worded, *also, "engine")
+    known = (*SHOWN, *worded, *also, "check_template")
+    check_options(engine, {name: value for name, value in options.items() if name not in taken}, also=known)
 
 
 def pointwise(settings: ScorerSettings) -> bool:
@@ -100,12 +142,19 @@ class Batched:
     def __init__(self, model: str, options: Mapping[str, Any], *, written: bool = False) -> None:
         from pd_rerank.reranker import OCSFTBatchedReranker
 
+        self.ranker = OCSFTBatchedReranker(model, verbose=0, **self.options(options, written=written))
+        self.top = len(self.ranker.prompt.grade_ids) - 1 if written else 1
+        self._taken: list[int] = []
+
+    @staticmethod
+    def options(options: Mapping[str, Any], *, written: bool) -> dict[str, Any]:
+        """The reranker's options, of what a config says."""
+        if "verbose" in options:
+            raise BadArgument("option 'verbose' is the study's to set; leave it out")
         given = {"engine": "generated", "rubric": "evidence", "window": 1, **options} if written else dict(options)
         if given.get("settle") is not None:
             given["settle"] = _settle(given["settle"])
-        self.ranker = OCSFTBatchedReranker(model, verbose=0, **given)
-        self.top = len(self.ranker.prompt.grade_ids) - 1 if written else 1
-        self._taken: list[int] = []
+        return given
 
     def score(self, pools: Sequence[Pool]) -> list[list[float | None]]:
         """Served scores of every candidate: expected grades in [0, 1], or the written grades themselves."""
@@ -134,9 +183,7 @@ class Batched:
 class Saved:
     """Scores that are there already: a scores folder, or a TREC run."""
 
-    def __init__(self, path: str, options: Mapping[str, Any]) -> None:
-        if options:
-            raise BadArgument(f"scores at hand take no options, got {', '.join(sorted(options))}")
+    def __init__(self, path: str) -> None:
         self.system = read_system([path])
         self.scores = self.system.scores()
 

@@ -149,9 +149,9 @@ def test_filter_order_and_sort_work(tmp_path: Path) -> None:
     }
 
 
-def framed(sandbox: str, script: str) -> tuple[str, str]:
-    """A page that holds the report's in a frame 400 wide, and a script that looks into it and leaves what it finds."""
-    frame = f'<iframe {sandbox} srcdoc="{escape(page(report()))}" style="width:400px;height:800px;border:0"></iframe>'
+def framed(html: str, sandbox: str, script: str) -> tuple[str, str]:
+    """A page that holds another in a frame 400 wide, and a script that looks into it and leaves what it finds."""
+    frame = f'<iframe {sandbox} srcdoc="{escape(html)}" style="width:400px;height:800px;border:0"></iframe>'
     look = f"""
     addEventListener("load", () => {{
       const inner = document.querySelector("iframe").contentDocument, root = inner.documentElement;
@@ -163,12 +163,15 @@ def framed(sandbox: str, script: str) -> tuple[str, str]:
 
 
 def test_the_page_fits_a_telephone(tmp_path: Path) -> None:
-    html, script = framed("", "[inner.title, root.clientWidth > 380, root.scrollWidth - root.clientWidth]")
+    html, script = framed(
+        page(report()), "", "[inner.title, root.clientWidth > 380, root.scrollWidth - root.clientWidth]"
+    )
     assert said(browse(html, tmp_path, script=script)[0]) == ["Browsed </title>", True, 0]
 
 
 def test_without_javascript_all_is_there_and_nothing_dead_is_shown(tmp_path: Path) -> None:
     html, script = framed(
+        page(report()),
         'sandbox="allow-same-origin"',  # and no scripts
         """{
           queries: [...inner.querySelectorAll("details table")].filter((table) => table.offsetHeight > 0).length,

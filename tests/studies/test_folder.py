@@ -13,6 +13,7 @@ from pd_rerank.errors import BadArgument, InvalidData
 from pd_rerank.evaluation.report import Picture, Report, Section, Table
 from pd_rerank.files import sha256_json
 from pd_rerank.pool import Candidate, Pool
+from pd_rerank.studies.collections import passage_id
 from pd_rerank.studies.folder import RunFolder, slug
 
 
@@ -75,6 +76,17 @@ def test_two_runs_do_not_share_a_folder_and_a_closed_one_is_free(tmp_path: Path)
         assert written.exists()
     RunFolder(tmp_path)
     assert not written.exists()
+
+
+@pytest.mark.parametrize("name", ["file/run", "file", "x" * 300, "a\0b"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadArgument, match=r"the run folder .* cannot be made: .*; name another"):
+        RunFolder(tmp_path / name)
+
+
+def test_a_passage_of_half_a_surrogate_pair_has_an_id() -> None:
+    assert len({passage_id("\ud800"), passage_id("\ud801"), passage_id("")}) == 3
 
 
 def test_scoring_goes_on_after_the_last_whole_shard(tmp_path: Path) -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import json
-import multiprocessing
-import os
-import random
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 pytest.importorskip("lightgbm")
 pytest.importorskip("matplotlib")
@@ -33,44 +24,10 @@ from pd_rerank.studies.scorers import open_scorer
 from pd_rerank.studies.templates import write_templates
 from tests.designated import case, laid_out
 from tests.engines import chat_server
+from tests.studies.runs import CONFIGS, Pipeline, killed_ten_times, rows, tables
 
-ROOT = Path(__file__).parents[2]
-SMOKE = ROOT / "pipelines" / "configs" / "nevir_smoke.yaml"
-
-
-def pipeline() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("nevir_fixed_pool", ROOT / "pipelines" / "nevir_fixed_pool.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def execute(folder: Path, config: dict[str, Any] | Path) -> int:
-    """Run the pipeline in `folder`; returns its exit code."""
-    if isinstance(config, dict):
-        (folder / "c.yaml").write_text(yaml.safe_dump(config))
-        config = folder / "c.yaml"
-    here, argv = Path.cwd(), sys.argv
-    os.chdir(folder)
-    sys.argv = ["nevir_fixed_pool.py", "--config", str(config)]
-    try:
-        return int(pipeline().main())
-    finally:
-        os.chdir(here)
-        sys.argv = argv
-
-
-def tables(run: Path) -> dict[str, bytes]:
-    """The bytes of every table and figure of a run's report."""
-    return {str(p.relative_to(run)): p.read_bytes() for kind in ("csv", "svg") for p in run.glob(f"report/*/*.{kind}")}
-
-
-def rows(run: Path, name: str) -> list[dict[str, str]]:
-    with (run / "report" / "tables" / f"{name}.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))
+SMOKE = CONFIGS / "nevir_smoke.yaml"
+execute = Pipeline("nevir_fixed_pool")
 
 
 def small(**also: Any) -> dict[str, Any]:
@@ -214,31 +171,7 @@ def test_running_again_scores_nothing_and_changes_no_byte(smoke: Path) -> None:
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_tables(tmp_path: Path) -> None:
-    whole, again, torn = (tmp_path / name for name in ("whole", "again", "torn"))
-    for folder in (whole, again, torn):
-        folder.mkdir()
-    assert execute(whole, small()) == 0  # in this process, so that the children below need import nothing
-    fork = multiprocessing.get_context("fork")
-
-    def child(folder: Path, limit: float | None) -> int | None:
-        process = fork.Process(target=lambda: os._exit(execute(folder, small())))
-        process.start()
-        process.join(limit)
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-        return process.exitcode
-
-    begun = time.monotonic()
-    assert child(again, None) == 0
-    took = time.monotonic() - begun
-    assert tables(again / "run") == tables(whole / "run")
-    rng = random.Random(7)
-    ends = [child(torn, rng.uniform(0.0, took)) for _ in range(10)]
-    assert -signal.SIGKILL in ends
-    assert child(torn, None) == 0
-    assert tables(torn / "run") == tables(whole / "run")
-    assert not list((torn / "run").rglob("*.part"))
+    killed_ten_times(execute, tmp_path, small(), seed=7)
 
 
 # -- own data, other scorers ----------------------------------------------------------------------------------------
@@ -271,6 +204,8 @@ def test_a_users_own_pairs_and_runs_need_a_config_and_nothing_else(tmp_path: Pat
 def test_written_grades_and_saved_runs_are_scorers_too(tmp_path: Path) -> None:
     _, pools = write_templates(tmp_path / "made", 12)
 
+    (tmp_path / "made" / "foreign.trec").write_text("q Q0 d 1 1.0 other\n")
+
     def grade(body: dict[str, Any], number: int) -> chat_server.Reply:
         return chat_server.completion(chat_server.answer(chat_server.graded(body, top=4)))
 
@@ -279,6 +214,7 @@ def test_written_grades_and_saved_runs_are_scorers_too(tmp_path: Path) -> None:
             "written": {"type": "generated", "model": "served-1", "options": {"server": server.url}, "directions": 8},
             "saved": {"type": "scores", "model": "made/dense.trec"},
             "gone": {"type": "scores", "model": "made/none.trec"},
+            "foreign": {"type": "scores", "model": "made/foreign.trec"},
         }
         config = small(scorers=scorers, collections={"own": {"pairs": "made/pairs.jsonl", "pools": "made/pools.yaml"}})
         (tmp_path / "made" / "pools.yaml").write_text(pools.read_text().replace(str(tmp_path / "made"), "made"))
@@ -286,6 +222,7 @@ def test_written_grades_and_saved_runs_are_scorers_too(tmp_path: Path) -> None:
     left = {row["what"]: row for row in rows(tmp_path / "run", "not-run")}
     assert left["gone"][""] == "failed"
     assert "MissingResource" in left["gone"]["why"]
+    assert left["foreign"]["why"] == "InvalidData: no candidate of test has a score; are they scores of other queries?"
     matrix = {row["grade of preferred"] for row in rows(tmp_path / "run", "grade-matrix") if row["scorer"] == "written"}
     assert matrix <= {"0.0", "1.0", "2.0", "3.0", "4.0"}
     spent = next(r for r in rows(tmp_path / "run", "cost") if (r["part"], r["scorer"]) == ("test", "written"))
@@ -331,7 +268,7 @@ def test_what_a_library_raises_ends_its_scorer_and_what_we_raise_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = {"type": "ocsft", "model": "words", "options": {"engine": "fake", "window": 5}}
-    config = small(scorers={"broken": one, "words": one}, train=None, dev=None, interpolate=False)
+    config = small(scorers={"broken": one, "words": one}, train=None, dev=None, interpolate=False, window=10**9)
 
     def opening(error: Exception) -> None:
         made = iter([Broken(error)])
@@ -342,6 +279,7 @@ def test_what_a_library_raises_ends_its_scorer_and_what_we_raise_ends_the_run(
     left = {row["what"]: row["why"] for row in rows(tmp_path / "run", "not-run")}
     assert left["broken"] == "RuntimeError: mat1 and mat2 cannot be multiplied"
     assert {row["ranker"] for row in rows(tmp_path / "run", "table-ii")} == {"fusion", "words"}
+    assert len(rows(tmp_path / "run", "k-curve")) <= 1 + 48  # no K beyond the pools, however wide the window
     monkeypatch.setattr(nevir, "open_scorer", lambda given: windows.canonical(3))  # type: ignore[arg-type]
     config["scorers"]["broken"]["options"]["window"] = 4
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
@@ -368,13 +306,26 @@ def test_a_mixture_runs_from_the_first_stage_to_the_text() -> None:
     assert window_rerank([one], [mixed(one, grades, 0.5, k=3)], k=3)[0].fallback
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_settings_that_cannot_be_are_refused() -> None:
+    words = small()["scorers"]["words"]
     for change, message in (
         ({"test": {"collection": "other"}}, "test is of collection 'other', which is not listed"),
         ({"dev": {"collection": "own"}}, "'own' serves dev and test: give all but one of them a share"),
         ({"collections": {"own": {"pairs": "x.jsonl"}}}, "a collection is 'pairs' with 'pools', or 'templates' alone"),
         ({"main": "nobody"}, "main scorer 'nobody' is not among the scorers"),
         ({"scorer": {}}, "unknown"),
+        ({"scorers": {"fusion": words}}, "'fusion' has the name of a ranker that the study has itself"),
+        ({"scorers": {"N=8": words}}, "'N=8' has the name of a ranker"),
+        ({"scorers": {"a": words, "a, E0 tie": words}}, "'a, E0 tie' has the name of a ranker"),
+        ({"scorers": {"a b": words, "A-b": words}}, "would have the same files"),
+        ({"scorers": {"x" * 300: words}}, "a name of 300 characters"),
+        ({"scorers": {"x": words | {"options": {"position_bias": float("nan")}}}}, "a finite number"),
+        ({"scorers": {"x": {"type": "scores", "model": "x", "options": {"a": 1}}}}, "take no options, got a"),
+        ({"trees": {"arms": {"E0": {}}}}, "arm 'E0' has the name of a ranker"),
+        (
+            {"collections": {"own": {"pairs": "p", "pools": "p", "fields": {"quary": "q"}}}},
+            "no field 'quary'; did you mean",
+        ),
     ):
         with pytest.raises(BadArgument, match=message):
             load(NevirSettings, given=small() | change)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import json
-import multiprocessing
-import os
-import random
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -26,45 +17,11 @@ from pd_rerank.files import write_jsonl, write_run
 from pd_rerank.studies import order
 from pd_rerank.studies.order_settings import CONTROLS, OrderSettings
 from pd_rerank.studies.order_templates import write_passages, write_questions, write_responses
+from tests.studies.runs import CONFIGS, Pipeline, killed_ten_times, rows, tables
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "pipelines" / "configs"
 SMOKE = CONFIGS / "order_smoke.yaml"
-
-
-def pipeline() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("order_dependence", ROOT / "pipelines" / "order_dependence.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def execute(folder: Path, config: dict[str, Any] | Path, *words: str) -> int:
-    """Run the pipeline in `folder`; returns its exit code."""
-    if isinstance(config, dict):
-        (folder / "c.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        config = folder / "c.yaml"
-    here, argv = Path.cwd(), sys.argv
-    os.chdir(folder)
-    sys.argv = ["order_dependence.py", "--config", str(config), *words]
-    try:
-        return int(pipeline().main())
-    finally:
-        os.chdir(here)
-        sys.argv = argv
-
-
-def tables(run: Path) -> dict[str, bytes]:
-    """The bytes of every table and figure of a run's report."""
-    return {str(p.relative_to(run)): p.read_bytes() for kind in ("csv", "svg") for p in run.glob(f"report/*/*.{kind}")}
-
-
-def rows(run: Path, name: str) -> list[dict[str, str]]:
-    with (run / "report" / "tables" / f"{name}.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))
+execute = Pipeline("order_dependence")
 
 
 BIASED = {"type": "fake", "options": {"position_bias": 0.4, "companion_bias": 0.4, "partition": "contiguous"}}
@@ -182,31 +139,7 @@ def test_running_again_scores_nothing_and_changes_no_byte(tmp_path: Path) -> Non
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_tables(tmp_path: Path) -> None:
-    config = small(controls={"reverse": {"queries": 4}})
-    whole, again, torn = (tmp_path / name for name in ("whole", "again", "torn"))
-    for folder in (whole, again, torn):
-        folder.mkdir()
-    assert execute(whole, config) == 0  # in this process, so that the children below need import nothing
-    fork = multiprocessing.get_context("fork")
-
-    def child(folder: Path, limit: float | None) -> int | None:
-        process = fork.Process(target=lambda: os._exit(execute(folder, config)))
-        process.start()
-        process.join(limit)
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-        return process.exitcode
-
-    begun = time.monotonic()
-    assert child(again, None) == 0
-    took = time.monotonic() - begun
-    assert tables(again / "run") == tables(whole / "run")
-    rng = random.Random(5)
-    ends = [child(torn, rng.uniform(0.0, took)) for _ in range(10)]
-    assert -signal.SIGKILL in ends
-    assert child(torn, None) == 0
-    assert tables(torn / "run") == tables(whole / "run")
+    killed_ten_times(execute, tmp_path, small(controls={"reverse": {"queries": 4}}), seed=5)
 
 
 # -- by hand --------------------------------------------------------------------------------------------------------
@@ -288,6 +221,8 @@ def test_a_config_is_tried_out_on_less(tmp_path: Path) -> None:
     assert rows(tmp_path / "tried", "populations")[0]["queries used"] == "4"
     left = {row["what"]: row["why"] for row in rows(tmp_path / "tried", "not-run")}
     assert left["mean"] == "3 presentations hold no two ensembles of 2"
+    for words in (("--queries", "0"), ("--presentations", "0")):
+        assert execute(tmp_path, config, *words) == BadArgument.exit_code
 
 
 def test_bad_configs_are_refused_before_anything_is_scored(tmp_path: Path) -> None:
@@ -308,9 +243,29 @@ def test_bad_configs_are_refused_before_anything_is_scored(tmp_path: Path) -> No
         ({"controls": {"colour": {}}}, "unknown control 'colour'"),
         ({"controls": {"partition": {"values": ["striped"]}}}, "not 'striped'"),
         ({"controls": {"width": {"values": ["wide"]}}}, "takes numbers above 0, got 'wide'"),
+        ({"controls": {"adaptive": {"values": [float("inf")]}}}, "a finite number"),
+        ({"scorers": {"b": {"type": "fake", "options": {"position_bias": float("nan")}}}}, "a finite number"),
+        ({"scorers": {"b" * 300: BIASED}}, "a name of 300 characters"),
+        ({"scorers": {"b": {"type": "scores", "runs": {"p": []}}}}, "runs of task 'p' are one or more files"),
+        ({"scorers": {"b": {"type": "scores", "runs": {"p": ["x", "x"]}}}}, "each of another presentation"),
+        ({"scorers": {"b": {"type": "scores", "runs": {"p": ["x"]}, "options": {"a": 1}}}}, "take no model and no opt"),
+        ({"tasks": {"p": task | {"consumers": ["reader"]}}}, "task of type passages has neither"),
+        ({"tasks": {"p": task | {"candidates": 10**9}}}, "words for 96 candidates at most"),
+        ({"reader": {"type": "server", "model": "m", "server": "here"}}, "the server's address is 'here'"),
     ):
         with pytest.raises(BadArgument, match=message):
             load(OrderSettings, given=small() | change)
+    for change, message in (
+        (
+            {"scorers": {"b": {"type": "fake", "options": {"windw": 3}}}},
+            "scorer 'b' on task 'p': unknown option",
+        ),
+        ({"scorers": {"b": {"type": "fake", "by_task": {"p": {"window": 0}}}}}, "window must be a whole number"),
+        ({"controls": {"markers": {"values": ["nope"]}}}, "control 'markers', plain on p: unknown markers 'nope'"),
+        ({"controls": {"batching": {"values": [{"nope": 1}]}}}, "control 'batching', .* unknown option 'nope'"),
+    ):
+        with pytest.raises(BadArgument, match=message):
+            order.check(load(OrderSettings, given=small() | change))
     asked = load(OrderSettings, given=small(scorers={"a": adapted}))
     with pytest.raises(BadArgument, match="trained with rubric 'brief', asked is 'passage_relevance'"):
         order.check(asked)

@@ -14,8 +14,10 @@ from pd_rerank.config import load
 from pd_rerank.errors import BadArgument, EngineFailure
 from pd_rerank.files import write_json
 from pd_rerank.pool import Candidate, Pool
-from pd_rerank.studies.nevir_settings import ScorerSettings
-from pd_rerank.studies.scorers import failure_of, open_scorer
+from pd_rerank.studies import nevir
+from pd_rerank.studies.folder import RunFolder
+from pd_rerank.studies.nevir_settings import NevirSettings, ScorerSettings
+from pd_rerank.studies.scorers import check_scorer, failure_of, open_scorer
 
 
 def caught(call: Callable[[], Any]) -> Exception:
@@ -84,6 +86,38 @@ def test_a_scorer_that_settles_says_what_each_pool_took() -> None:
     for wrong, message in ((5, "settle is a mapping"), ({"top": 5}, "settle has no top; it has threshold, top_k")):
         with pytest.raises(BadArgument, match=message):
             open_scorer(load(ScorerSettings, given=given | {"options": options | {"settle": wrong}}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"windw": 3}, "unknown option 'windw'; did you mean window?"),
+        ({"window": 0}, "window must be a whole number of at least 1, got 0"),
+        ({"engine": "fakk"}, "unknown engine 'fakk'"),
+        ({"rubric": "nope"}, "unknown rubric 'nope'"),
+        ({"readout": "nope"}, "unknown readout 'nope'"),
+        ({"verbose": 1}, "option 'verbose' is the study's to set"),
+        ({"presentations": 2, "settle": {"top_k": 1}}, "settle needs presentations of at least 3"),
+        ({"engine": "server", "server": "here"}, "the server's address is 'here'"),
+        ({"engine": "generated", "placeholder": "1"}, "unknown option 'placeholder'"),
+    ],
+)
+def test_options_that_no_reranker_takes_are_refused_before_anything_is_done(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    scorers = {"a": {"type": "ocsft", "model": "nowhere/none", "options": options}}
+    given = {"output": tmp_path, "collections": {"own": {"templates": 4}}, "test": {"collection": "own"}}
+    with RunFolder(tmp_path) as folder, pytest.raises(BadArgument, match=f"scorer 'a': {message}"):
+        nevir.run(load(NevirSettings, given=given | {"scorers": scorers}), folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_every_kind_pass() -> None:
+    fake = {"engine": "fake", "window": 5, "presentations": 4, "settle": {"top_k": 2}, "readout": "argmax", "seed": 3}
+    for options in (fake, {"adapter": "x", "dtype": "bf16", "placeholder": "?"}, {"engine": "vllm", "threshold": 0.5}):
+        check_scorer(load(ScorerSettings, given={"type": "ocsft", "model": "m", "options": options}))
+    written = {"server": "http://localhost:8", "reasons": True}
+    check_scorer(load(ScorerSettings, given={"type": "generated", "model": "m", "options": written}))
 
 
 def test_saved_scores_cannot_be_asked_in_other_orders() -> None:
