@@ -838,10 +838,13 @@ class TrainSettings(Settings):
     evaluate_first: bool = _option(False, "Evaluate before the first step too, as step 0.", _KEPT)
     evaluate_presentations: int = _option(10, "Shuffles of the held-out pools, for stability.", _KEPT, ge=2)
     evaluate_k: int = _option(10, "Cut of nDCG.", _KEPT, ge=1)
-    select: Literal["best_ndcg", "equal_quality", "equal_stability", "last"] = _option(
+    select: Literal["best_ndcg", "largest_weight", "equal_quality", "equal_stability", "last"] = _option(
         "best_ndcg", "Rule by which one checkpoint's adapter is kept; last where nothing is held out.", _KEPT
     )
     max_psi: float | None = _option(None, "Most τ-PSI, for --select equal_stability.", _KEPT, ge=0, le=1)
+    min_step: int | None = _option(
+        None, "Earliest step --select largest_weight keeps; left out: 1000 of 2305 steps, or that share.", _KEPT, ge=0
+    )
     save_every: int = _option(200, "Steps between checkpoints.", _KEPT, ge=1)
     adapter_dtype: Literal["float32", "bfloat16"] = _option("float32", "Precision of the adapter that is kept.", _KEPT)
     min_spread: float = _option(
@@ -877,6 +880,7 @@ class TrainSettings(Settings):
             "--replaced": (self.replaced != 1 and self.views != "replacement", "--views replacement"),
             "--evaluate-first": (self.evaluate_first and self.heldout_pools is None, "--heldout-pools"),
             "--max-psi": (self.max_psi is not None and self.select != "equal_stability", "--select equal_stability"),
+            "--min-step": (self.min_step is not None and self.select != "largest_weight", "--select largest_weight"),
             "--convention": (
                 self.convention != "difference" and self.loss != "order_consistency",
                 "--loss order_consistency",

@@ -150,6 +150,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="keep only the first layers of the model")
     parser.add_argument("--documents", type=int, default=100, help="documents of the pool (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=110, help="tokens of a document, about (default: %(default)s)")
+    parser.add_argument("--queries", type=int, default=2, help="queries to label (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="times each side is measured (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     parser.add_argument("--dtype", default="auto")
@@ -245,14 +246,14 @@ def cases(args: argparse.Namespace) -> Cases:
 
 
 def label_cases(args: argparse.Namespace) -> Cases:
-    """Grades of two of the demo's queries over ten shuffles, at once and shuffle by shuffle; imports count for none."""
+    """Grades of the demo's queries over ten shuffles, at once and shuffle by shuffle; imports count for none."""
     from dataclasses import replace
 
     from pd_rerank import GradePrompt, Pool, Scoring, read_pools, score_pools
     from pd_rerank.windows import permutation
 
     with resources.as_file(resources.files("pd_rerank") / "demo/pools.jsonl") as path:
-        pools = read_pools(path)[:2]
+        pools = read_pools(path)[: args.queries]
     loaded = load(args, layers=args.layers)
 
     def shuffled(pool: Pool, seed: int) -> Pool:

@@ -6,7 +6,8 @@ The config holds options of `train/ocsft.py`, shared by all arms, and under `arm
 arm has of its own. Each arm is a run of `train/ocsft.py` in `output/NAME`, one after the other. Beside them stand the
 base model off the shelf and, where arms go on from an adapter (`start`), that adapter. `output/arms.md` gets quality
 and stability of each arm's last step with intervals, and paired differences from the arm named in `baseline`;
-`output/frontier.svg` draws them. After an interruption the same command goes on; what is finished is not done again.
+`output/frontier.svg` draws them. With `select: largest_weight` it also says which λ the paper's rule takes of arms that
+differ in `consistency` alone. After an interruption the same command goes on; what is finished is not done again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from pd_rerank.errors import BadArgument, PdRerankError
 from pd_rerank.evaluation.report import Cell, Table
 from pd_rerank.files import CARD, sha256_file, sha256_json, whole_file
 from pd_rerank.training.selection import (
+    Choice,
     Evaluation,
     difference,
     evaluation_table,
     frontier_picture,
+    largest_weight,
     read_evaluations,
     table_text,
     write_evaluations,
@@ -59,7 +62,7 @@ def main() -> None:
         arms, output, baseline = settings_of(args.config)
         found = run(arms, output, only=args.only)
         if args.only is None:
-            print(report(found, output, baseline))
+            print(report([run[-1] for run in found.values()], output, baseline, weights(arms, found)))
     except PdRerankError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
@@ -92,8 +95,10 @@ def settings_of(config: Path) -> tuple[dict[str, TrainSettings], Path, str | Non
     return found, Path(output), baseline
 
 
-def run(arms: Mapping[str, TrainSettings], output: Path, *, only: Sequence[str] | None = None) -> list[Evaluation]:
-    """Train what is not trained, measure what is not measured; the last evaluation of each, by the arm's name."""
+def run(
+    arms: Mapping[str, TrainSettings], output: Path, *, only: Sequence[str] | None = None
+) -> dict[str, list[Evaluation]]:
+    """Train what is not trained, measure what is not measured; the evaluations of each, by the arm's name."""
     first = next(iter(arms.values()))
     beside = {SHELF: first.model_copy(update={"start": None, "output": output / SHELF})}
     if first.start is not None:
@@ -102,12 +107,28 @@ def run(arms: Mapping[str, TrainSettings], output: Path, *, only: Sequence[str] 
     if unknown := set(only or ()) - set(every):
         raise BadArgument(f"--only {min(unknown)}: there is {', '.join(every)}")
     output.mkdir(parents=True, exist_ok=True)
-    found = []
+    found = {}
     for name, settings in every.items():
         if only is None or name in only:
             evaluations = done(name, settings, untrained=name in beside)
-            found.append(replace(evaluations[-1], arm=name, weight=0.0 if name in beside else evaluations[-1].weight))
+            weight = {"weight": 0.0} if name in beside else {}
+            found[name] = [replace(evaluation, arm=name, **weight) for evaluation in evaluations]
     return found
+
+
+def weights(arms: Mapping[str, TrainSettings], found: Mapping[str, Sequence[Evaluation]]) -> list[Choice]:
+    """The paper's choice of λ among arms that differ in it alone, for each such set that asks for `largest_weight`."""
+    alike: dict[str, list[str]] = {}
+    for name, settings in arms.items():
+        if settings.select == "largest_weight" and settings.loss != "supervised":
+            rest = settings.model_dump(mode="json", exclude={"output", "consistency"})
+            alike.setdefault(sha256_json(rest), []).append(name)
+    choices = []
+    for names in alike.values():
+        first = arms[names[0]]
+        runs = [replace(e, arm=first.recipe) for name in names for e in found[name] if e.step]
+        choices.append(largest_weight(runs, min_step=first.min_step))
+    return choices
 
 
 def done(name: str, settings: TrainSettings, *, untrained: bool) -> list[Evaluation]:
@@ -138,20 +159,27 @@ def read_from(settings: TrainSettings) -> str:
     return "".join(lines)
 
 
-def report(found: Sequence[Evaluation], output: Path, baseline: str | None) -> str:
-    """Write the tables and the picture; the tables as text."""
+def report(found: Sequence[Evaluation], output: Path, baseline: str | None, choices: Sequence[Choice] = ()) -> str:
+    """Write the tables, the choice of λ and the picture; all but the picture as text."""
     tables = [evaluation_table(found, title="Arms on held-out queries")]
     if baseline is not None:
         tables.append(differences(found, next(e for e in found if e.arm == baseline)))
     write_evaluations(output / "arms.jsonl", found)
-    text = "\n\n".join(f"{table.title}\n\n{table_text(table)}\n\n{table.note}" for table in tables)
+    parts = [f"{table.title}\n\n{table_text(table)}\n\n{table.note}" for table in tables]
+    pages = [f"## {table.title}\n\n```\n{table_text(table)}\n```\n\n{table.note}" for table in tables]
+    said = [line for choice in choices for line in chosen(choice)]
+    text = "\n\n".join([*parts, *said])
     with whole_file(output / "arms.md") as stream:
-        stream.write(
-            "\n\n".join(f"## {table.title}\n\n```\n{table_text(table)}\n```\n\n{table.note}" for table in tables)
-        )
+        stream.write("\n\n".join([*pages, *said]))
     with whole_file(output / "frontier.svg") as stream:
         stream.write(frontier_picture(found))
     return text
+
+
+def chosen(choice: Choice) -> list[str]:
+    """A choice of λ, in sentences."""
+    kept = "none" if choice.kept is None else f"{choice.kept.arm}, λ {choice.kept.weight:g} at step {choice.kept.step}"
+    return [f"By {choice.rule}: {kept} ({'; '.join(choice.reasons)})", *(f"But {said}" for said in choice.warnings)]
 
 
 def differences(found: Sequence[Evaluation], baseline: Evaluation) -> Table:

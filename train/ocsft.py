@@ -68,12 +68,18 @@ class Data:
     labels: Labels
     heldout: tuple[list[Pool], dict[str, dict[str, int]]] | None
 
-    def check(self) -> None:
-        """Refuse queries that are in both."""
+    def check(self, settings: TrainSettings) -> None:
+        """Refuse queries that are in both; warn of an average over one order."""
         held = {pool.query_id for pool in self.heldout[0]} if self.heldout else set()
         if both := held & {pool.query_id for pool in self.pools}:
             raise InvalidData(
                 f"{len(both)} queries are trained on and held out, first '{min(both)}'; hold out queries of their own"
+            )
+        if settings.targets == "averaged" and self.labels.presentations == 1:
+            logger.warning(
+                "--targets averaged (recipe %s): labels of one order have nothing to average, so these are the "
+                "single-order targets; label with --presentations 2 or more",
+                settings.recipe,
             )
 
     def describe(self) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def ocsft(
         labels=read_labels(settings.labels),
         heldout=read_heldout(settings),
     )
-    data.check()
+    data.check(settings)
     mine = main and not dry_run  # one process alone writes
     with RunFolder(settings.output, run=record_of(settings, data), overwrite=overwrite) if mine else nullcontext() as f:
         train(settings, accelerator, data, f, stop_after=0 if dry_run else stop_after)
@@ -156,12 +162,16 @@ def train(
         device = "cpu" if shared else accelerator.device
         model, tokenizer = load_student(settings.model, lora=lora, seed=settings.seed, device=device, **how)
         prompts = prompts_of(settings, tokenizer)
-        mark = fingerprint(model) if shared else None
+        base = fingerprint(model)
+        if folder:
+            folder.hold_to("base_fingerprint", base)
+        mark = base if shared else None
         student = Student(model, prompts[0].grade_ids, checkpointing=settings.gradient_checkpointing)
         if shared:
             student.share(shared)
     if shared:
-        shared.start(model)
+        with student.as_served():
+            shared.start(model)
     together = {"batching": "single", "share_prefix": False} if shared else {}  # as many passes in every process
     with student.as_served():
         engine = HFEngine(model, tokenizer=tokenizer, max_length=settings.max_length, **together)
@@ -332,7 +342,7 @@ def accelerator_of(settings: TrainSettings) -> Any:
 def comparable(settings: TrainSettings) -> dict[str, Any]:
     """The settings that make a run what it is: without places, and without how often it is looked at."""
     free = {"pools", "labels", "qrels", "heldout_pools", "heldout_qrels", "output", "cpu", "threads", "trackers"}
-    free |= {"save_every", "evaluate_every", "select", "max_psi", "adapter_dtype", "patience", "min_spread"}
+    free |= {"save_every", "evaluate_every", "select", "max_psi", "min_step", "adapter_dtype", "patience", "min_spread"}
     free |= {"shard_base", "start", "evaluate_first"}
     return {name: value for name, value in settings.model_dump(mode="json").items() if name not in free}
 
@@ -555,8 +565,8 @@ def chosen(settings: TrainSettings, evaluations: Sequence[Evaluation], steps: in
     evaluations = [e for e in evaluations if e.step]
     if not evaluations or settings.select == "last":
         return steps, None
-    options = {"max_psi": settings.max_psi} if settings.select == "equal_stability" else {}
-    choice = choose(evaluations, settings.select, **options)
+    options = {"equal_stability": {"max_psi": settings.max_psi}, "largest_weight": {"min_step": settings.min_step}}
+    choice = choose(evaluations, settings.select, **options.get(settings.select, {}))
     if choice.kept is None:
         logger.warning("%s keeps none (%s); the last step is kept", settings.select, "; ".join(choice.reasons))
         return steps, choice

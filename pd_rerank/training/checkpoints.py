@@ -41,6 +41,9 @@ _OURS = (_RUN, _STEPS, _EVALUATIONS, _CHECKPOINTS, _ADAPTER, "frontier.svg", "tr
 _TENSORS, _STATE = "state.safetensors", "state.json"
 _PARTS = ("parameters", "exp_avg", "exp_avg_sq")
 
+LEARNT = ("base_fingerprint",)
+"""What `RunFolder.hold_to` adds to the record."""
+
 
 class RunFolder:
     """A training run's folder, held by one process at a time.
@@ -101,7 +104,23 @@ class RunFolder:
             write_json(path, run)
             return
         there = read_json(path)
-        if differing := list(_differences(there, run)):
+        self._refuse({name: value for name, value in there.items() if name in run or name not in LEARNT}, run)
+
+    def hold_to(self, name: str, value: Any) -> None:
+        """Record what is known of the run only once its model is loaded, or refuse what differs from the record.
+
+        `name` is one of `LEARNT`; None, where it cannot be told, holds to nothing, nor does a record without it.
+        """
+        there = read_json(self.folder / _RUN)
+        if value is None:
+            return
+        if there.get(name) is None:
+            write_json(self.folder / _RUN, {**there, name: value})
+        else:
+            self._refuse({name: there[name]}, {name: value})
+
+    def _refuse(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        if differing := list(_differences(there, here)):
             raise BadArgument(
                 f"{self.folder} holds another training run ({'; '.join(differing[:5])}"
                 f"{'; …' if len(differing) > 5 else ''}); name another folder, or --overwrite it"

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
+import os
+import runpy
+import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +27,12 @@ from tests.tokenizers_for_tests import byte_level
 
 SCRIPT = Path(__file__).parents[2] / "train" / "ocsft.py"
 CONFIGS = SCRIPT.parent / "configs"
+
+RACK = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "accelerate", "peft", "transformers.modeling_utils", "tests.training.runs"])
+"""Processes of their own that import once, together."""
 
 WORDS = ("tide", "moon", "bread", "salt", "chain", "oil", "rain", "flour", "sea", "day")
 
@@ -60,15 +72,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ocsft_script", SCRIPT)
+def loaded(path: Path) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_script", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def script() -> ModuleType:
+    return loaded(SCRIPT)
 
 
 class Bench:
@@ -89,6 +106,7 @@ class Bench:
             "labels": str(place / "labels"),
             "output": str(place / "run"),
             "cpu": True,
+            "dtype": "float32",
             "window_size": 3,
             "windows_per_step": 4,
             "max_steps": 6,
@@ -108,10 +126,14 @@ class Bench:
 
     def __call__(self, *words: str, **changes: Any) -> int:
         """Train in this process; the exit code."""
+        return self.program("--config", str(self.config(**changes)), *words)
+
+    def program(self, *words: str) -> int:
+        """The script in this process; the exit code."""
         from pd_rerank.cli import program
 
         with pytest.raises(SystemExit) as ended:
-            program(self.script.ocsft, ["--config", str(self.config(**changes)), *words])
+            program(self.script.ocsft, list(words))
         return int(ended.value.code or 0)
 
     def lines(self, run: str = "run") -> list[dict[str, Any]]:
@@ -120,10 +142,50 @@ class Bench:
         found = [json.loads(line) for line in text.splitlines()]
         return [{name: value for name, value in line.items() if name != "seconds"} for line in found]
 
+    def copied(self, run: Path) -> Path:
+        """Train next in a copy of another run's folder."""
+        self.settings["output"] = str(self.place / "again")
+        return Path(shutil.copytree(run, self.place / "again"))
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
 
 @pytest.fixture
 def bench(tmp_path: Path, script: ModuleType, model_folder: Path) -> Iterator[Bench]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield Bench(tmp_path, script, model_folder)
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        yield Bench(tmp_path, script, model_folder)
+
+
+def start(config: Path, *words: str, said: Path, env: Mapping[str, str] | None = None, die_at: str = "") -> BaseProcess:
+    """Run the script in a process of its own, which says what it has to say in `said`.out and .err.
+
+    With `die_at` it ends with 9, cleaning nothing up, before a file gets a name that ends so.
+    """
+    process = SERVER.Process(target=_run, args=(config, words, said, dict(env or {}), die_at), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:  # what the first one starts inherits it
+        for name, value in RACK.items():
+            patch.setenv(name, value)
+        process.start()
+    return process
+
+
+def _run(config: Path, words: Sequence[str], said: Path, env: Mapping[str, str], die_at: str) -> None:
+    os.environ.update(env)
+    sys.stdout, sys.stderr = (open(said.with_suffix(end), "w", buffering=1) for end in (".out", ".err"))  # noqa: SIM115
+    real = os.replace
+
+    def replace(source: Any, target: Any, **how: Any) -> None:
+        if str(target).endswith(die_at):
+            os._exit(9)
+        real(source, target, **how)
+
+    if die_at:
+        os.replace = replace
+    sys.argv = [str(SCRIPT), "--config", str(config), *words]
+    runpy.run_path(str(SCRIPT), run_name="__main__")

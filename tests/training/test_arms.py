@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,18 +16,50 @@ import yaml
 
 from pd_rerank.files import read_qrels
 from pd_rerank.pool import read_pools
-from pd_rerank.training.selection import read_evaluations
-from tests.training.runs import SCRIPT, Bench
-from tests.training.test_run import RACK
+from pd_rerank.training.selection import Evaluation, read_evaluations
+from tests.training.runs import RACK, SCRIPT, Bench, loaded
 
 pytest.importorskip("torch")
 
 TRAIN = SCRIPT.parent
 
+Done = subprocess.CompletedProcess[str]
 
-def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+
+def script(name: str, *words: object) -> Done:
     command = [sys.executable, str(TRAIN / name), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=RACK, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **RACK}, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    return loaded(TRAIN / "arms.py")
+
+
+@pytest.fixture
+def here(
+    bench: Bench, module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """`train/arms.py` in this process, and in it the runs that it starts."""
+
+    def run(command: Sequence[str], check: bool) -> Done:
+        assert command[1] == str(SCRIPT)
+        return subprocess.CompletedProcess(command, bench.program(*command[2:]))
+
+    def call(*words: object) -> Done:
+        monkeypatch.setattr(module.subprocess, "run", run)
+        monkeypatch.setattr(sys, "argv", ["arms.py", *map(str, words)])
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            module.main()
+        except SystemExit as ended:
+            code = ended.code
+        monkeypatch.undo()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, said.out, said.err)
+
+    return call
 
 
 def arms(bench: Bench, **more: Any) -> Path:
@@ -43,9 +78,11 @@ def arms(bench: Bench, **more: Any) -> Path:
     return path
 
 
-def test_arms_are_trained_and_shown_beside_the_base(bench: Bench) -> None:
+def test_arms_are_trained_and_shown_beside_the_base(bench: Bench, here: Callable[..., Done]) -> None:
     config = arms(bench)
-    done = script("arms.py", "--config", config)
+    shelf = script("arms.py", "--config", config, "--only", "off_the_shelf")
+    assert shelf.returncode == 0, shelf.stderr
+    done = here("--config", config)
     assert done.returncode == 0, done.stderr
     found = {e.arm: e for e in read_evaluations(bench.place / "arms" / "arms.jsonl")}
     assert list(found) == ["off_the_shelf", "shuffled", "steady"]
@@ -56,19 +93,44 @@ def test_arms_are_trained_and_shown_beside_the_base(bench: Bench) -> None:
     assert (bench.place / "arms" / "steady" / "adapter" / "reranker.json").is_file()
 
     before = {path: path.read_bytes() for path in (bench.place / "arms").rglob("*") if path.is_file()}
-    again = script("arms.py", "--config", config)
-    assert (again.returncode, again.stdout[-len(done.stdout) :]) == (0, again.stdout)
+    again = here("--config", config)
+    assert (again.returncode, again.stdout) == (0, done.stdout[-len(again.stdout) :])
     assert {path: path.read_bytes() for path in before} == before
 
     for _ in range(2):  # finished arms of other settings are not passed off as these
-        other = script("arms.py", "--config", arms(bench, max_steps=3), "--only", "steady")
+        other = here("--config", arms(bench, max_steps=3), "--only", "steady")
         assert (other.returncode, other.stdout) == (2, "")
         assert "holds another training run (settings.max_steps is 2 there, 3 here)" in other.stderr
 
     held = bench.place / "held.txt"  # nor those of files that say something else now
     held.write_text(held.read_text(encoding="utf-8").replace(" 3\n", " 1\n"), encoding="utf-8")
-    other = script("arms.py", "--config", arms(bench), "--only", "steady")
+    other = here("--config", arms(bench), "--only", "steady")
     assert (other.returncode, "holds another training run (heldout" in other.stderr) == (2, True), other.stderr
+
+
+def test_the_papers_rule_chooses_among_arms_that_differ_in_their_weight_alone(
+    bench: Bench, module: ModuleType, tmp_path: Path
+) -> None:
+    mine = {f"steady{w}": {"consistency": w} for w in (1, 3, 5)} | {
+        "shuffled": {"recipe": "permutation_augmentation"},
+        "teacher": {"recipe": "mean_teacher", "select": "best_ndcg"},
+    }
+    found = module.settings_of(arms(bench, arms=mine, select="largest_weight", max_steps=469))[0]
+    ndcg = {"steady1": 0.46, "steady3": 0.45, "steady5": 0.44}
+    runs = {
+        name: [
+            Evaluation.recorded(arm=name, weight=settings.consistency, step=step, ndcg=best - 0.001 * (step == 469))
+            for step, best in ((0, 0.1), (50, 0.9), (400, ndcg.get(name, 0.5)), (469, ndcg.get(name, 0.5)))
+        ]
+        for name, settings in found.items()
+    }
+    choices = module.weights(found, runs)
+    assert [(c.kept.arm, c.kept.weight, c.kept.step) for c in choices] == [("oc_sft", 3, 400)]
+    text = module.report([run[-1] for run in runs.values()], tmp_path, None, choices)
+    assert "By largest_weight: oc_sft, λ 3 at step 400 (λ 1, 3 within 0.015 of the best nDCG 0.4600" in text
+    assert text.splitlines()[-1] == (tmp_path / "arms.md").read_text(encoding="utf-8").splitlines()[-1]
+    steps = {name: settings.model_copy(update={"min_step": 450}) for name, settings in found.items()}
+    assert module.weights(steps, runs)[0].kept is None, "evaluated once from there on"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +147,10 @@ def test_arms_are_trained_and_shown_beside_the_base(bench: Bench) -> None:
         ({"heldout_pools": None, "heldout_qrels": None}, "give heldout-pools"),
     ],
 )
-def test_arms_that_cannot_be_compared_are_refused(bench: Bench, more: dict[str, Any], says: str) -> None:
-    done = script("arms.py", "--config", arms(bench, **more))
+def test_arms_that_cannot_be_compared_are_refused(
+    bench: Bench, here: Callable[..., Done], more: dict[str, Any], says: str
+) -> None:
+    done = here("--config", arms(bench, **more))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert not (bench.place / "arms").exists()

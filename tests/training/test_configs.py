@@ -12,6 +12,7 @@ import yaml
 
 from pd_rerank.config import RECIPES, TrainSettings, load
 from pd_rerank.errors import BadArgument
+from pd_rerank.training.selection import Evaluation
 from tests.training.runs import CONFIGS
 
 FILES = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswith(("rubric-", "arms-", "start-")))
@@ -69,6 +70,11 @@ def test_the_papers_tasks_have_the_papers_numbers_on_one_gpu_and_on_eight(
         1,
     )
     assert -(-queries * windows // found.windows_per_step) == steps
+    asked = load(TrainSettings, file=CONFIGS / f"{task}.yaml", given={"select": "largest_weight"})
+    seen = [step for step in range(1, steps + 1) if script.due(step, script.evaluation_every(asked), steps)]
+    rising = [Evaluation.recorded(step=step, ndcg=0.4 + step / 10**4, weight=strength) for step in seen]
+    step, choice = script.chosen(asked, rising, steps)
+    assert (step, choice.kept) == (steps, rising[-1]), "it finds evaluations late enough, and does not abstain"
     for ranks, accumulation in ((1, 64), (8, 8)):
         taken = [
             [place for places in script.share(64, found.batch_size, ranks=ranks, rank=rank) for place in places]
@@ -123,6 +129,7 @@ def test_a_recipe_sets_what_is_not_given() -> None:
         ({"squared": 0.0}, "nothing is fitted"),
         ({"windows_per_step": 6, "batch_size": 4}, "no multiple of --batch-size"),
         ({"select": "equal_stability"}, "needs --max-psi"),
+        ({"min_step": 100}, "--min-step means nothing without --select largest_weight"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_one_sentence(given: dict[str, Any], says: str) -> None:

@@ -6,13 +6,14 @@ import json
 import os
 import resource
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,13 +23,22 @@ from pd_rerank.engines.hf import HFEngine
 from pd_rerank.files import read_json, sha256_file, write_json
 from pd_rerank.pool import Pool, write_pools
 from pd_rerank.training.labels import labels_of_qrels, write_labels
-from tests.training.runs import SCRIPT, Bench, pools_of, qrels_of
+from tests.training.runs import RACK, SCRIPT, Bench, pools_of, qrels_of, signals_kept, start
 
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
-RACK = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, script: ModuleType, model_folder: Path) -> Bench:
+    """Three runs nothing happened to, for tests of what something happens to: `run`, `four` steps, and `half` of it."""
+    bench = Bench(tmp_path_factory.mktemp("whole"), script, model_folder)
+    with signals_kept():
+        assert bench() == 0
+        assert bench(max_steps=4, save_every=4, output=str(bench.place / "four")) == 0
+        assert bench("--stop-after", "3", output=str(bench.place / "half")) == 0
+    return bench
 
 
 def adapter_weights(folder: Path) -> dict[str, Any]:
@@ -141,64 +151,83 @@ def test_heldout_queries_choose_the_adapter_and_show_quality_beside_stability(
     assert (bench.place / "run" / "frontier.svg").read_text().lstrip().startswith("<")
 
 
-def test_an_evaluation_does_not_change_the_training(bench: Bench) -> None:
-    assert bench(max_steps=4, save_every=2) == 0
-    plain = bench.lines()
+def test_an_evaluation_does_not_change_the_training(bench: Bench, whole: Bench) -> None:
     held = {"heldout_pools": str(bench.place / "held"), "heldout_qrels": str(bench.place / "held.txt")}
-    assert bench("--overwrite", max_steps=4, save_every=1, evaluate_presentations=2, **held) == 0
-    assert bench.lines() == plain
+    assert bench(max_steps=4, save_every=1, evaluate_presentations=2, **held) == 0
+    assert bench.lines() == whole.lines("four")
 
 
 # -- going on -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["oc_sft", "mean_teacher", "permutation_augmentation"])
-def test_a_resumed_run_equals_an_uninterrupted_one(bench: Bench, recipe: str) -> None:
-    assert bench(recipe=recipe) == 0
-    whole, run = bench.lines(), bench.place / "run"
-    weights = adapter_weights(run / "adapter")
+def test_a_resumed_run_equals_an_uninterrupted_one(bench: Bench, whole: Bench, recipe: str) -> None:
+    if recipe != "oc_sft":
+        assert bench(recipe=recipe) == 0
+        whole = bench
+    lines, weights = whole.lines(), adapter_weights(whole.place / "run" / "adapter")
     bench.settings["output"] = str(bench.place / "again")
     assert bench("--stop-after", "2", recipe=recipe) == 0
     assert not (bench.place / "again" / "adapter").exists()
-    assert bench.lines("again") == whole[:2]
+    assert bench.lines("again") == lines[:2]
     assert bench(recipe=recipe) == 0
-    assert bench.lines("again") == whole
+    assert bench.lines("again") == lines
     assert same(weights, adapter_weights(bench.place / "again" / "adapter"))
     before = (bench.place / "again" / "checkpoints" / "step-000006" / "state.json").read_bytes()
     assert bench(recipe=recipe) == 0, "a finished run is left as it is"
     assert (bench.place / "again" / "checkpoints" / "step-000006" / "state.json").read_bytes() == before
 
 
-def two_processes(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Train in two processes on this CPU, which talk through gloo; `accelerate launch --cpu` would start one."""
+def launched(config: Path) -> tuple[str, str]:
+    """Train in two processes on this CPU, as the page on training says; `accelerate launch --cpu` would start one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(SCRIPT), "--config", str(config), *words]
-    done = subprocess.run(command, env=RACK, capture_output=True, text=True, timeout=600)
+    command += [str(SCRIPT), "--config", str(config)]
+    done = subprocess.run(command, env={**os.environ, **RACK}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "shared by 2 processes" in done.stderr
-    return done
+    return done.stdout, done.stderr
+
+
+def two_processes(config: Path, *words: str) -> tuple[str, str]:
+    """The same without a launcher; what they say on stdout and on stderr."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    said = [config.parent / f"rank{rank}" for rank in range(2)]
+    ranks = [
+        start(config, *words, said=path, env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, path in enumerate(said)
+    ]
+    for rank, path in zip(ranks, said, strict=True):
+        rank.join(timeout=600)
+        assert rank.exitcode == 0, path.with_suffix(".err").read_text(encoding="utf-8")[-3000:]
+    out, err = ("".join(path.with_suffix(end).read_text(encoding="utf-8") for path in said) for end in (".out", ".err"))
+    return out, err
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["whole base", "shared base"])
-def test_two_processes_equal_one_with_twice_the_accumulation(bench: Bench, shared: bool) -> None:
-    assert bench(max_steps=4, save_every=4) == 0
-    two = {"max_steps": 4, "save_every": 4, "shard_base": shared, "output": str(bench.place / "two")}
-    done = two_processes(bench.config("two.yaml", **two))
-    assert done.stdout.count("step 1/4") == 1
-    assert close(bench.lines(), bench.lines("two"), to=1e-5)
-    one, other = (adapter_weights(bench.place / run / "adapter") for run in ("run", "two"))
+def test_two_processes_equal_one_with_twice_the_accumulation(bench: Bench, whole: Bench, shared: bool) -> None:
+    config = bench.config(max_steps=4, save_every=4, shard_base=shared, output=str(bench.place / "two"))
+    out, err = two_processes(config) if shared else launched(config)
+    assert "shared by 2 processes" in err
+    assert out.count("step 1/4") == 1
+    assert close(whole.lines("four"), bench.lines("two"), to=1e-5)
+    ends = whole.place / "four" / "adapter", bench.place / "two" / "adapter"
+    one, other = map(adapter_weights, ends)
     assert same(one, other, atol=1e-5)
-    records = [read_json(bench.place / run / "adapter" / "reranker.json") for run in ("run", "two")]
+    records = [read_json(end / "reranker.json") for end in ends]
     assert records[0]["base"] == records[1]["base"], "known by the same fingerprint, though no process holds it whole"
 
 
-def test_a_shared_base_takes_windows_of_one_evaluates_and_goes_on(bench: Bench) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shared_base_takes_windows_of_one_evaluates_and_goes_on(bench: Bench, dtype: str) -> None:
     """Windows of three and of one in a pool of four: the processes need unlike numbers of passes."""
     pools = pools_of(7, n=4)
     write_pools(bench.place / "fours", pools)
     write_labels(bench.place / "four-labels", labels_of_qrels(qrels_of(pools), pools))
     changes: dict[str, Any] = {
         "recipe": "mean_teacher",
+        "dtype": dtype,
         "pools": str(bench.place / "fours"),
         "labels": str(bench.place / "four-labels"),
         "heldout_pools": str(bench.place / "held"),
@@ -209,7 +238,7 @@ def test_a_shared_base_takes_windows_of_one_evaluates_and_goes_on(bench: Bench) 
     }
     assert bench(**changes) == 0
     path = bench.config("two.yaml", **changes, shard_base=True, output=str(bench.place / "two"))
-    two_processes(path, "--stop-after", "2")
+    assert "shared by 2 processes" in two_processes(path, "--stop-after", "2")[1]
     two_processes(path)
     assert close(bench.lines(), bench.lines("two"), to=1e-5)
     found = [(bench.place / run / "evaluations.jsonl").read_text().splitlines() for run in ("run", "two")]
@@ -271,20 +300,50 @@ def test_other_settings_do_not_go_on_in_the_same_folder(bench: Bench, capsys: py
     assert len(bench.lines()) == 1
 
 
+def test_another_base_under_the_same_name_does_not_go_on_in_the_same_folder(
+    bench: Bench, whole: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run = bench.copied(whole.place / "half")
+    record = read_json(run / "run.json")
+    other = bench.place / "other"
+    shutil.copytree(bench.settings["model"], other)
+    write_json(run / "run.json", {**record, "settings": {**record["settings"], "model": str(other)}})
+    weights = load_file(other / "model.safetensors")
+    save_file({name: weight + 0.1 for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    assert bench(model=str(other)) == 2
+    mark = record["base_fingerprint"]
+    assert f"holds another training run (base_fingerprint is '{mark}' there" in capsys.readouterr().err
+
+    write_json(run / "run.json", {name: said for name, said in record.items() if name != "base_fingerprint"})
+    assert bench() == 0, "a record from before there was one goes on"
+    assert read_json(run / "run.json") == record
+    assert bench.lines("again") == whole.lines()
+
+
+def test_an_average_over_one_order_is_warned_of(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--dry-run", recipe="order_averaged") == 0
+    assert "recipe order_averaged): labels of one order have nothing to average" in capsys.readouterr().err
+    assert bench("--dry-run", recipe="single_order") == 0
+    assert "nothing to average" not in capsys.readouterr().err
+
+
 def test_a_request_to_stop_saves_the_step_and_goes_on_later(bench: Bench) -> None:
-    path = bench.config(max_steps=200, save_every=1000)
-    job = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--config", str(path)], env=RACK, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert job.stdout is not None
-    assert job.stdout.readline().startswith("step 1/200")
-    job.send_signal(signal.SIGTERM)
-    _, said = job.communicate(timeout=120)
-    assert job.returncode == 130
+    said = bench.place / "said"
+    job = start(bench.config(max_steps=200, save_every=1000), said=said)
+    out, err = said.with_suffix(".out"), said.with_suffix(".err")
+    deadline = time.monotonic() + 300
+    while not (out.is_file() and out.read_text(encoding="utf-8").startswith("step 1/200")):
+        assert job.is_alive(), err.read_text(encoding="utf-8")
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.terminate()
+    job.join(timeout=120)
+    assert job.exitcode == 130
     step = len(bench.lines())
     assert step < 200
-    assert f"interrupted; step {step} is saved" in said
+    assert f"interrupted; step {step} is saved" in err.read_text(encoding="utf-8")
     assert (bench.place / "run" / "checkpoints" / f"step-{step:06d}" / "state.safetensors").is_file()
     assert bench("--stop-after", str(step + 1), max_steps=200, save_every=1000) == 0
     assert len(bench.lines()) == step + 1
@@ -364,23 +423,22 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_loses_no_earlier_checkpoint(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench() == 0
-    whole, weights = bench.lines(), adapter_weights(bench.place / "run" / "adapter")
-    bench.settings["output"] = str(bench.place / "again")
-    assert bench("--stop-after", "3") == 0
-    saved = (bench.place / "again" / "checkpoints" / "step-000003" / "state.safetensors").read_bytes()
+def test_a_full_disk_loses_no_earlier_checkpoint(
+    bench: Bench, whole: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = bench.copied(whole.place / "half")
+    saved = (again / "checkpoints" / "step-000003" / "state.safetensors").read_bytes()
     with full_disk(20_000):
         assert bench() == 6
     said = capsys.readouterr().err
     assert "the checkpoint of step 6 could not be written" in said
     assert "step 3 is kept: free some space and run the same command" in " ".join(said.split())
-    places = bench.place / "again" / "checkpoints"
+    places = again / "checkpoints"
     assert [path.name for path in places.iterdir()] == ["step-000003"]
     assert (places / "step-000003" / "state.safetensors").read_bytes() == saved
     assert bench() == 0
-    assert bench.lines("again") == whole
-    assert same(weights, adapter_weights(bench.place / "again" / "adapter"))
+    assert bench.lines("again") == whole.lines()
+    assert same(adapter_weights(whole.place / "run" / "adapter"), adapter_weights(again / "adapter"))
 
 
 def test_a_full_disk_at_the_end_leaves_the_checkpoints_to_make_the_adapter_of(
@@ -400,67 +458,44 @@ def test_a_full_disk_at_the_end_leaves_the_checkpoints_to_make_the_adapter_of(
     assert same(weights, adapter_weights(run / "adapter"))
 
 
-def test_a_full_disk_in_the_middle_of_a_line_costs_the_steps_since_the_checkpoint(bench: Bench) -> None:
-    assert bench(max_steps=4, save_every=2) == 0
-    whole = bench.lines()
+def test_a_full_disk_in_the_middle_of_a_line_costs_the_steps_since_the_checkpoint(bench: Bench, whole: Bench) -> None:
     bench.settings["output"] = str(bench.place / "again")
     assert bench("--stop-after", "2", max_steps=4, save_every=2) == 0
     lines = bench.place / "again" / "steps.jsonl"
     with full_disk(lines.stat().st_size + 40):
         assert bench(max_steps=4, save_every=2) == 6
     assert bench(max_steps=4, save_every=2) == 0
-    assert bench.lines("again") == whole
-
-
-KILLED = """
-import os, runpy, sys
-real = os.replace
-def replace(source, target):
-    if str(target).endswith({name!r}):
-        os._exit(9)
-    real(source, target)
-os.replace = replace
-sys.argv = [{script!r}, "--config", {config!r}]
-runpy.run_path({script!r}, run_name="__main__")
-"""
+    assert bench.lines("again") == whole.lines("four")
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "step-000006", "adapter"])
-def test_killed_in_the_middle_of_a_save_nothing_is_lost(bench: Bench, name: str) -> None:
+def test_killed_in_the_middle_of_a_save_nothing_is_lost(bench: Bench, whole: Bench, name: str) -> None:
     """Killed while a file is written, before the checkpoint gets its name, and before the kept adapter gets its."""
-    assert bench() == 0
-    whole, weights = bench.lines(), adapter_weights(bench.place / "run" / "adapter")
-    bench.settings["output"] = str(bench.place / "again")
-    assert bench("--stop-after", "3") == 0
-    code = KILLED.format(name=name, script=str(SCRIPT), config=str(bench.config()))
-    assert subprocess.run([sys.executable, "-c", code], env=RACK, capture_output=True).returncode == 9
-    places = bench.place / "again"
+    places = bench.copied(whole.place / "half")
+    killed = start(bench.config(), said=bench.place / "said", die_at=name)
+    killed.join(timeout=300)
+    assert killed.exitcode == 9
     assert (places / "checkpoints" / "step-000003" / "state.safetensors").is_file()
     assert not (places / "adapter").exists()
     assert list(places.rglob(".*.part")), "it was killed in the middle"
     assert bench() == 0
     assert list(places.rglob(".*.part")) == []
-    assert bench.lines("again") == whole
-    assert same(weights, adapter_weights(places / "adapter"))
+    assert bench.lines("again") == whole.lines()
+    assert same(adapter_weights(whole.place / "run" / "adapter"), adapter_weights(places / "adapter"))
 
 
-def test_a_damaged_checkpoint_is_named(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--stop-after", "3") == 0
-    path = bench.place / "run" / "checkpoints" / "step-000003" / "state.safetensors"
+def test_a_damaged_checkpoint_is_named(bench: Bench, whole: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bench.copied(whole.place / "half") / "checkpoints" / "step-000003" / "state.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     assert bench() == 5
     assert "state.safetensors is not what state.json records; remove" in capsys.readouterr().err
 
 
-def test_a_line_half_written_when_killed_is_written_again(bench: Bench) -> None:
-    assert bench() == 0
-    whole = bench.lines()
-    bench.settings["output"] = str(bench.place / "again")
-    assert bench("--stop-after", "3") == 0
-    with open(bench.place / "again" / "steps.jsonl", "a") as stream:
+def test_a_line_half_written_when_killed_is_written_again(bench: Bench, whole: Bench) -> None:
+    with open(bench.copied(whole.place / "half") / "steps.jsonl", "a") as stream:
         stream.write('{"step": 4, "loss": 0.1')
     assert bench() == 0
-    assert bench.lines("again") == whole
+    assert bench.lines("again") == whole.lines()
 
 
 def test_the_wrong_label_file_is_refused_before_training(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def sweep(best: dict[float, float], *, step: int = 1600, collapsed: tuple[float,
     return [
         at(weight, at_step, ndcg - less, score_sd=sd[weight])
         for weight, ndcg in best.items()
-        for at_step, less in ((step, 0.0), (2200, 0.01))
+        for at_step, less in ((step, 0.0), (2305, 0.01))
     ]
 
 
@@ -108,8 +108,16 @@ def test_early_spikes_are_set_aside() -> None:
     assert largest_weight(evaluations, min_step=900).kept == at(2, 999, 0.50)
 
 
+@pytest.mark.parametrize(("steps", "from_step"), [(2305, 1000), (4000, 1000), (469, 203), (10, 4)])
+def test_early_is_before_step_1000_of_the_papers_runs_and_as_large_a_share_of_shorter_ones(
+    steps: int, from_step: int
+) -> None:
+    run = [at(1, from_step - 1, 0.6), at(1, from_step, 0.5), at(1, steps, 0.4)]
+    assert largest_weight(run).kept == run[1]
+
+
 def test_equal_quality_goes_to_the_earliest_step() -> None:
-    evaluations = [at(5, 2000, 0.47), at(5, 1200, 0.47), at(5, 1400, 0.46)]
+    evaluations = [at(5, 2000, 0.47), at(5, 1200, 0.47), at(5, 2305, 0.46)]
     assert best_ndcg(evaluations).kept == evaluations[1]
     assert largest_weight(evaluations).kept == evaluations[1]
 
@@ -121,6 +129,7 @@ def test_the_rule_abstains_rather_than_guess() -> None:
     assert "1 of 3 λ are usable" in choice.reasons[-1]
     too_short = [at(weight, 469, 0.4) for weight in (0.5, 1, 2)]
     assert largest_weight(too_short).kept is None
+    assert largest_weight(too_short, min_step=1000).reasons[0] == "λ 0.5 has no evaluation from step 1000 on"
     assert largest_weight([*too_short, *(at(w, 400, 0.4) for w in (0.5, 1, 2))], min_step=400).kept is not None
     once = largest_weight([*sweep({1: 0.45}), at(2, 1000, 0.45)])
     assert once.kept is None
@@ -134,7 +143,7 @@ def test_half_usable_is_enough() -> None:
 def test_a_run_that_stopped_early_is_said_so() -> None:
     choice = largest_weight([*sweep({1: 0.4, 2: 0.45}), at(3, 1000, 0.44), at(3, 1200, 0.44)])
     assert choice.kept == at(3, 1000, 0.44)
-    assert any("λ 3 stopped before step 2200" in w for w in choice.warnings)
+    assert any("λ 3 stopped before step 2305" in w for w in choice.warnings)
 
 
 def test_two_losses_are_not_compared_by_their_weights() -> None:
