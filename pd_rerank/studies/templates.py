@@ -133,6 +133,7 @@ class _Words:
         self.counts = [Counter(self.units(text)) for text in passages]
         spread = Counter(unit for count in self.counts for unit in count)
         self.weight = {unit: math.log(1 + len(passages) / n) for unit, n in spread.items()}
+        self.lengths = [self.length(count) for count in self.counts]
 
     def units(self, text: str) -> list[str]:
         return re.findall(r"\w+", text.lower())
@@ -140,11 +141,16 @@ class _Words:
     def score(self, query: Counter[str], passage: Counter[str]) -> float:
         return sum(self.weight.get(unit, 0.0) for unit in query if unit in passage)
 
+    def length(self, count: Counter[str]) -> float:
+        return 1.0
+
     def best(self, query: str) -> list[tuple[str, float]]:
         """Ids and scores above 0, best first, ties by id."""
         asked = Counter(self.units(query))
+        long = self.length(asked) or 1.0  # nothing in it is known, and every score 0
         scored = [
-            (doc_id, round(self.score(asked, count), 6)) for doc_id, count in zip(self.ids, self.counts, strict=True)
+            (doc_id, round(self.score(asked, count) / (long * length), 6))
+            for doc_id, count, length in zip(self.ids, self.counts, self.lengths, strict=True)
         ]
         return sorted(((doc_id, score) for doc_id, score in scored if score > 0), key=lambda item: (-item[1], item[0]))
 
@@ -167,8 +173,7 @@ class _Shapes(_Words):
         return [line[i : i + 3] for i in range(len(line) - 2)]
 
     def score(self, query: Counter[str], passage: Counter[str]) -> float:
-        dot = sum(n * passage[unit] * self.weight.get(unit, 0.0) ** 2 for unit, n in query.items() if unit in passage)
-        return dot / (self._length(query) * self._length(passage)) if dot else 0.0
+        return sum(n * passage[unit] * self.weight.get(unit, 0.0) ** 2 for unit, n in query.items() if unit in passage)
 
-    def _length(self, count: Counter[str]) -> float:
+    def length(self, count: Counter[str]) -> float:
         return math.sqrt(sum((n * self.weight.get(unit, 0.0)) ** 2 for unit, n in count.items()))
