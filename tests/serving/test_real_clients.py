@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pd_rerank import OCSFTBatchedReranker
-from tests.serving.test_clients import CODE, installed, packages, placed
+from tests.serving.test_clients import CODE, answer, packages
 
 pytestmark = pytest.mark.real_model
 
@@ -66,10 +65,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("code", CODE, ids=lambda code: packages(code)[-1])
 @pytest.mark.filterwarnings("default")  # what other packages warn of is their own
 def test_a_client_gets_the_scores_of_the_direct_call(code: str, direct: dict[str | int, float], url: str) -> None:
-    if absent := [name for name in packages(code) if not installed(name)]:
-        pytest.skip(f"this client needs {absent[0]}, which is not installed")
-    names: dict[str, Any] = {"query": QUERY, "texts": TEXTS}
-    exec(compile(code.replace("http://localhost:8000", url), "docs/serve.md", "exec"), names)
-    found = dict(placed(result) for result in names["results"])
+    found = dict(answer(code, url, QUERY, TEXTS))
     assert len(set(found.values())) == len(TEXTS)
     assert found == pytest.approx({place: direct[place] for place in found}, abs=1e-5)
