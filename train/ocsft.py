@@ -216,7 +216,9 @@ def train(
     # Loop
     warmup = int(settings.warmup * steps)
     over = settings.ramp_steps if settings.ramp_fraction is None else round(settings.ramp_fraction * steps)
-    strength = as_difference(settings.consistency, views=max(2, settings.views_per_window), of=settings.convention)
+    strength = 0.0
+    if settings.loss != "supervised":
+        strength = as_difference(settings.consistency, views=max(2, settings.views_per_window), of=settings.convention)
     loss_of = loss_for(settings, student, wrapped, average)
     low = trailing(lines, lambda line: flat(settings, line))
     pace: deque[float] = deque(maxlen=50)
