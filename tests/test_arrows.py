@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "retrieval": LOW | {"pool", "embedded", "retrieval"},
     "ltr": LOW | {"pool", "scores", "evaluation.pairs", "retrieval.fusion", "ltr"},
     "studies": CORE | {"config", "engines", "evaluation", "ltr", "reranker", "retrieval", "studies"},
-    "studies.order_settings": {"config", "studies.folder"},
+    "studies.order_settings": {"config", "engines.http", "studies.folder"},
     "studies.order_templates": {"files"},
     "studies.order_data": LOW | {"pool", "evaluation", "studies"},
     "studies.order_reader": LOW | {"engines", "studies"},
