@@ -14,7 +14,9 @@ named by path must lie at that path on every machine.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -114,11 +116,12 @@ class ClusterWork(Work):
                 f"Ray did not start, or no cluster answered ({' '.join(str(error).split())[:200]}); free processors "
                 "here, or start a cluster and name it with --address"
             ) from error
-        try:
-            with progress_bar(job, shown=progress, doing=doing) as on_windows:
-                job.score_shards(partial(self._on_workers, job, on_windows))
-        finally:
-            ray.shutdown()
+        with redirect_stdout(sys.stderr):  # Ray's threads print what befalls its workers
+            try:
+                with progress_bar(job, shown=progress, doing=doing) as on_windows:
+                    job.score_shards(partial(self._on_workers, job, on_windows))
+            finally:
+                ray.shutdown()
 
     def _on_workers(self, job: RerankJob, on_windows: Any, shards: Sequence[Sequence[Pool]]) -> Iterator[ScoredShard]:
         import ray
