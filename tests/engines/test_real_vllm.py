@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from pd_rerank import GradePrompt
 from pd_rerank.files import read_run
 from pd_rerank.pool import Candidate, Pool, write_pools
 from tests.engines.test_server import hf, write_model
@@ -33,18 +34,31 @@ SHAPE = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_v
 QUERIES = 60
 
 
+def make_grades_likely(folder: Path) -> None:
+    """Lift the grades' logits above all others everywhere: random weights leave them out of the 20 likeliest."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        every, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        every += 1.5 * every.std()
+        head[list(GradePrompt(hf(folder).tokenizer).grade_ids)] += 6 * head.std()
+    model.save_pretrained(folder)
+
+
 @pytest.mark.parametrize("readout", ["pooling", "export", "one_token", "top_k", "serve_pooling", "serve_one_token"])
 def test_every_readout_gives_what_transformers_gives(readout: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "Qwen3", **SHAPE)
+    if readout == "top_k":
+        make_grades_likely(model)
     words = ["--model", str(model), "--only", readout, "--queries", "1", "--output", str(tmp_path / "found.json")]
     done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=3600)
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    # Random weights leave some grade out of the 20 likeliest tokens, which is a fault; what there is must be right.
-    told = [fault for fault in found["faults"] if readout != "top_k" or not fault.endswith("grades are missing")]
-    assert told == [], done.stdout + done.stderr
-    assert done.returncode == (7 if found["faults"] else 0)
+    assert found["faults"] == [], done.stdout + done.stderr
+    assert done.returncode == 0
     assert found["largest"] <= 1e-3
-    assert found["adapter_moves_grades_by"] > 0.01
+    assert found["adapter_moves_grades_by"] > 5 * found["tolerance"]
     rows = found["rows"]
     assert {row["lora"] for row in rows} == ({True} if readout == "export" else {True, False})
     assert {row["prefix_cache"] for row in rows} == ({True} if readout == "serve_pooling" else {True, False})
