@@ -219,6 +219,14 @@ def train(
     strength = 0.0
     if settings.loss != "supervised":
         strength = as_difference(settings.consistency, views=max(2, settings.views_per_window), of=settings.convention)
+    if strength and steps < over / 2:
+        logger.warning(
+            "λ rises to %.3g over %d steps and the run has %d: it ends at %.3g; give ramp_fraction or fewer ramp_steps",
+            strength,
+            over,
+            steps,
+            ramp(steps - 1, target=strength, over=over),
+        )
     loss_of = loss_for(settings, student, wrapped, average)
     low = trailing(lines, lambda line: flat(settings, line))
     pace: deque[float] = deque(maxlen=50)

@@ -137,6 +137,15 @@ class Dropped:
     duplicates: int = 0
     too_small: int = 0
 
+    def __str__(self) -> str:
+        told = {
+            "lack a passage in their pool": self.missing,
+            "contradict themselves": self.conflicts,
+            "repeat another": self.duplicates,
+            "have a pool too small to sample background from": self.too_small,
+        }
+        return ", ".join(f"{count} {what}" for what, count in told.items() if count) or "there is none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Examples:
@@ -180,7 +189,7 @@ def examples(lessons: Sequence[Lesson], supervision: Supervision = E0) -> Exampl
     """
     kept, dropped = _eligible([lesson.case for lesson in lessons], supervision)
     if not kept:
-        raise InvalidData(f"none of {len(lessons)} directions can be trained on ({asdict(dropped)})")
+        raise InvalidData(f"none of {len(lessons)} directions can be trained on: {dropped}")
     levels = supervision.labels
     weights = query_weights([lessons[i].case.direction.group for i, _ in kept])
     sizes = tuple(len(rows) for _, rows in kept)

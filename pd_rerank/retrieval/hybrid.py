@@ -263,7 +263,7 @@ class PoolJob:
             raise BadArgument(
                 f"{self.folder} holds pools of other settings: {'; '.join(differing[:5])}"
                 f"{f'; and {len(differing) - 5} more' if len(differing) > 5 else ''}; "
-                "name another folder, or overwrite it (--overwrite)"
+                "name another folder, remove this one, or overwrite it (pd-rerank pool --overwrite)"
             )
         if sha256_file(self.folder / "pools.jsonl") != record.get("sha256", {}).get("pools.jsonl"):
             raise InvalidData(f"{self.folder / 'pools.jsonl'} is not what {_MANIFEST} records; overwrite the pools")

@@ -21,12 +21,16 @@ def lay_out(directions: Sequence[Direction], settings: PoolSettings) -> None:
     """Write the corpus, topics and qrels of labelled pairs; a passage's id is made of its text, so of nothing else."""
     if settings.corpus is None or settings.topics is None or settings.qrels is None:
         raise BadArgument("pairs are laid out as the config's corpus, topics and qrels: name all three")
+    for name, path in (("corpus", settings.corpus), ("topics", settings.topics)):
+        if path.suffix.lower() == ".tsv":
+            raise BadArgument(f"{name}: pairs are laid out as JSON lines; give {path} the ending .jsonl")
     passages = {text for d in directions for text in (d.preferred, d.other)}
     ids = {text: passage_id(text) for text in passages}
-    write_jsonl(settings.corpus, [{"_id": ids[text], "text": text} for text in sorted(passages, key=ids.__getitem__)])
     write_jsonl(settings.topics, ({"qid": d.direction_id, "text": d.query} for d in directions))
     with whole_file(settings.qrels) as stream:
         stream.writelines(f"{d.direction_id} 0 {ids[d.preferred]} 1\n" for d in directions)
+    # Last, since its absence is what has the rest made.
+    write_jsonl(settings.corpus, [{"_id": ids[text], "text": text} for text in sorted(passages, key=ids.__getitem__)])
 
 
 def passage_id(text: str) -> str:

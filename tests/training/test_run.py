@@ -66,13 +66,14 @@ def close(one: list[dict[str, Any]], other: list[dict[str, Any]], *, to: float) 
 def test_a_run_prints_a_line_per_step_and_leaves_an_adapter_that_serves(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench() == 0
+    assert bench(ramp_steps=500) == 0
     said = capsys.readouterr()
     shown = [line for line in said.out.splitlines() if line]
     assert [line.partition("  ")[0] for line in shown] == [f"step {i}/6" for i in range(1, 7)]
     assert "left 0:00:00" in shown[-1]
     assert "12 windows of 6 queries, 30 documents; 6 windows of one" not in said.err
     assert "12 windows of 6 queries, 30 documents; 6 steps of 4 windows" in said.err
+    assert "λ rises to 5 over 500 steps and the run has 6: it ends at 0.05" in said.err
     run = bench.place / "run"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
     served = HFEngine(bench.settings["model"], adapter=run / "adapter")
