@@ -38,6 +38,9 @@ from pd_rerank.files import versions, write_json
 Measured = Mapping[str, list[float]]
 Cases = Mapping[str, Callable[[], Any]]
 
+MODEL = "smollm2-135m"
+RANDOM = "random-qwen3-0.6b"
+
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
@@ -146,7 +149,9 @@ def groups() -> dict[str, Group]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="any model HFEngine loads (default: %(default)s)")
+    parser.add_argument(
+        "--model", default=MODEL, help=f"any model HFEngine loads, or {RANDOM}, its sizes alone (default: %(default)s)"
+    )
     parser.add_argument("--layers", type=int, help="keep only the first layers of the model")
     parser.add_argument("--documents", type=int, default=100, help="documents of the pool (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=110, help="tokens of a document, about (default: %(default)s)")
@@ -173,11 +178,22 @@ def load(args: argparse.Namespace, *, layers: int | None, **options: Any) -> Any
     from pd_rerank import HFEngine
 
     torch.set_num_threads(args.threads)
-    engine = HFEngine(args.model, dtype=args.dtype, device="cpu", **options)
+    if args.model == RANDOM:
+        options |= {"tokenizer": HFEngine(MODEL, device="cpu").tokenizer}
+    engine = HFEngine(qwen3() if args.model == RANDOM else args.model, dtype=args.dtype, device="cpu", **options)
     if layers:
         engine.model.model.layers = engine.model.model.layers[:layers]
         engine.model.config.num_hidden_layers = layers
     return engine
+
+
+def qwen3() -> Any:
+    """Random weights in the sizes of Qwen3-0.6B, float32 unless --dtype says else: time does not depend on values."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    sizes = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=40_960, tie_word_embeddings=True))
 
 
 def documents(tokenizer: Any, *, count: int, tokens: int) -> list[str]:

@@ -428,7 +428,8 @@ def labels_of_qrels(
 ) -> Labels:
     """Labels from judgements, human or a language model's: T = 1, all probability on the grade given.
 
-    `mapping` says which of the `grades` label grades a judged grade stands for (None: the same). Documents of a judged
+    `mapping` says which of the `grades` label grades a judged grade stands for; one it leaves out stands for itself,
+    and is an error where that turns the judged order round (1=3 beside a judged 2). Documents of a judged
     query that nobody judged are an error that lists them, unless `unjudged` gives their grade. Queries nobody judged
     have no labels; the manifest's `failed` names them. `judge` names who judged.
     """
@@ -439,6 +440,7 @@ def labels_of_qrels(
     labels: list[Label] = []
     failed: dict[str, str] = {}
     open_ends: list[str] = []
+    seen: set[int] = set()
     for pool in pools:
         judged = qrels.get(pool.query_id)
         if not judged:
@@ -448,6 +450,7 @@ def labels_of_qrels(
         if missing and unjudged is None:
             open_ends.append(_share(pool, missing, "judgement"))
             continue
+        seen.update(judged[doc_id] for doc_id in pool.doc_ids if doc_id in judged)
         for doc_id in pool.doc_ids:
             grade = judged.get(doc_id)
             value = unjudged if grade is None else wanted.get(grade, grade)
@@ -459,6 +462,13 @@ def labels_of_qrels(
                 )
             one = tuple(float(g == value) for g in range(grades))
             labels.append(Label(query_id=pool.query_id, doc_id=doc_id, scores=(float(value),), grade_probabilities=one))
+    for grade in sorted(seen - wanted.keys()):
+        for mapped in sorted(seen & wanted.keys()):
+            if (grade - mapped) * (grade - wanted[mapped]) < 0:
+                raise InvalidData(
+                    f"judged grade {grade} is not mapped and would stay {grade}, though {mapped} becomes "
+                    f"{wanted[mapped]}; say what it stands for (map_grades {mapped}={wanted[mapped]},{grade}=…)"
+                )
     if open_ends:
         raise InvalidData(
             f"{len(open_ends)} of {len(pools)} queries: {_listed(open_ends)}; give their grade (unjudged), or leave "

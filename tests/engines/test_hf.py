@@ -198,6 +198,17 @@ def test_auto_shares_for_single_candidates_and_not_for_wide_windows() -> None:
     assert passes == [(1, 220)] * 4
 
 
+@pytest.mark.parametrize(("length", "passes_run"), [(400, [(1, 64), (4, 336)]), (1000, [(1, 1000)] * 4)])
+def test_on_a_cpu_longer_prompts_must_save_a_larger_part(length: int, passes_run: list[tuple[int, int]]) -> None:
+    model = tiny(max_position_embeddings=1024)
+    start = start_of(length * 16 // 100, seed=1)  # four prompts save three starts, 0.12 of their tokens
+    reader = engine(model, batch_tokens=2048)
+    many = [prompt(length, 4, seed=n, start=start) for n in range(4)]
+    with counted(model) as passes:
+        reader.grade_logits(many, GRADES)
+    assert passes == passes_run
+
+
 def test_prompts_of_different_queries_share_their_start_only_where_asked() -> None:
     model = tiny()
     shown = [prompt(34, 1, seed=n, start=START) for n in range(4)]

@@ -185,6 +185,14 @@ def test_binary_judgements_can_stand_for_other_grades() -> None:
         labels_of_qrels(qrels, POOLS, mapping={1: 4})
 
 
+def test_a_grade_left_out_of_the_map_may_not_change_places_with_one_that_is_in_it() -> None:
+    judged = {"q1": {"d0": 1, "d1": 2, "d2": 0}}
+    with pytest.raises(InvalidData, match=r"judged grade 2 is not mapped and would stay 2, though 1 becomes 3; .*2="):
+        labels_of_qrels(judged, [POOLS[0]], unjudged=0, mapping={1: 3})
+    assert labels_of_qrels(judged, [POOLS[0]], unjudged=0, mapping={1: 2})["q1"]["d1"].scores == (2,)
+    assert labels_of_qrels(judged, [POOLS[0]], unjudged=0, mapping={0: 3, 1: 2, 2: 1})["q1"]["d2"].scores == (3,)
+
+
 def test_documents_nobody_judged_are_listed_or_given_a_grade() -> None:
     qrels = {"q1": {"d0": 3, "d1": 2}, "q2": {f"d{i}": 1 for i in range(7)}}
     with pytest.raises(InvalidData, match=r"1 of 3 queries: query 'q1': 3 of 5 documents have no judgement \('d2', "):
