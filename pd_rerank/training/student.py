@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,26 @@ def with_lora(model: Any, lora: Lora, *, seed: int) -> Any:
     for weight in wrapped.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
+    for module in wrapped.modules():
+        for dropout in getattr(module, "lora_dropout", {}).values():
+            if type(dropout) is torch.nn.Dropout:
+                dropout.forward = partial(_drop, dropout)
     return wrapped
+
+
+def _drop(dropout: Any, x: Tensor) -> Tensor:
+    """What torch's dropout gives, with 16 random bits for each element on a CPU.
+
+    There torch draws each element by itself, which was an eighth of a training step; this takes less than half of that.
+    """
+    import torch
+
+    if not dropout.training or x.device.type != "cpu":
+        return torch.nn.functional.dropout(x, dropout.p, dropout.training)
+    dropped = min(round(dropout.p * 2**16), 2**16 - 1)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    kept = bits[: x.numel()].view(x.shape) >= dropped - 2**15
+    return x * kept.to(x.dtype).mul_(2**16 / (2**16 - dropped))
 
 
 def start_from(model: Any, source: str | Path) -> None:

@@ -173,6 +173,28 @@ def test_two_views_draw_their_own_dropout() -> None:
     assert torch.equal(one, student.logits(shown))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_dropout_drops_its_share_and_keeps_the_mean(p: float, dtype: Any) -> None:
+    model = trained_looking(lora=Lora(rank=4, alpha=8, dropout=p, targets="q_proj"))
+    dropout = next(m for m in model.modules() if getattr(m, "lora_dropout", None)).lora_dropout["default"]
+    x = torch.ones(3, 331, 101, dtype=dtype, requires_grad=True)
+    torch.manual_seed(0)
+    found = dropout(x)
+    found.sum().backward()
+    assert found.dtype == dtype
+    assert x.grad is not None
+    assert torch.equal(x.grad, found)  # of ones: what is dropped has no gradient, the rest its scale
+    assert float((found == 0).float().mean()) == pytest.approx(p, abs=5 * (p * (1 - p) / x.numel()) ** 0.5)
+    assert found.detach().unique().tolist() == pytest.approx([0, 1 / (1 - p)], rel=4e-3)
+    for axis in range(3):  # no row or column is favoured
+        shares = (found == 0).float().mean(dim=[d for d in range(3) if d != axis])
+        assert float((shares - p).abs().max()) < 6 * (p * (1 - p) * shares.numel() / x.numel()) ** 0.5
+    assert not torch.equal(dropout(x), found)
+    assert torch.equal(dropout.eval()(x), x)
+    assert dropout.train()(x[:, :0]).shape == (3, 0, 101)
+
+
 def test_averaged_weights_follow_with_their_decay_and_leave_the_student_as_it_is() -> None:
     weights = {"w": torch.nn.Parameter(torch.tensor([1.0, 2.0]))}
     average = Average(weights, decay=0.9)
