@@ -150,7 +150,9 @@ def groups() -> dict[str, Group]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default=MODEL, help=f"any model HFEngine loads, or {RANDOM}, its sizes alone (default: %(default)s)"
+        "--model",
+        default=MODEL,
+        help=f"any HFEngine loads, or for training {RANDOM}, sizes alone (default: %(default)s)",
     )
     parser.add_argument("--layers", type=int, help="keep only the first layers of the model")
     parser.add_argument("--documents", type=int, default=100, help="documents of the pool (default: %(default)s)")

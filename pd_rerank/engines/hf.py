@@ -36,9 +36,9 @@ Batching = Literal["auto", "padded", "single"]
 _NO_LIMIT = 1 << 30
 _WORTH_SHARING = 0.2
 """On an accelerator, share a prefix when that saves this part of all tokens."""
-_WORTH_SHARING_CPU = (0.1, 1 / 5000)
-"""On a CPU, when it saves this part, and this part per token of a prompt: behind a prefix attention takes a mask and
-computes what a causal pass leaves out, the more the longer a prompt is (docs/log.md, 2026-12-01)."""
+_WORTH_SHARING_CPU, _MASK_COST = 0.1, 1 / 3500
+"""On a CPU, when it saves this part, and what attention then costs more: behind a prefix it takes a mask and computes
+what a causal pass leaves out, half the square of the tokens behind it (fitted to docs/log.md, 2026-12-01)."""
 _CPU_ROWS = 16
 _CPU_TOKENS = 1024
 _SMALLER = "score fewer candidates per window, lower max_doc_chars, or load the model in a smaller dtype (bfloat16)"
@@ -62,7 +62,7 @@ class HFEngine:
     `batching`: `single` (no padding), `padded`, or `auto` (padded on accelerators). `batch_tokens` bounds a
     padded or prefix-sharing batch and is halved when memory runs out. `share_prefix`: compute a query's common
     prompt start once always (True), never (False), or where it saves enough tokens to pay (auto: a fifth of them, on a
-    CPU a tenth and more with their length, a fifth at 1,000 tokens); "queries": as auto, and what prompts of
+    CPU a tenth, and more where many tokens are left); "queries": as auto, and what prompts of
     different queries have in common too, which then depends on what is scored together.
 
     `adapter_card` is the `reranker.json` of the adapter, or of a model folder that one was merged into, or None.
@@ -297,8 +297,9 @@ class HFEngine:
     def _worth_sharing(self, prompts: Sequence[WindowPrompt], group: Sequence[int], length: int) -> bool:
         saved = length * (len(group) - 1)
         total = sum(len(prompts[i].token_ids) for i in group)
-        least, per_token = _WORTH_SHARING_CPU
-        least = _WORTH_SHARING if self._accelerated else max(least, per_token * total / len(group))
+        least, mean = _WORTH_SHARING, total / len(group)
+        if not self._accelerated:
+            least = max(_WORTH_SHARING_CPU, _MASK_COST * (mean - length) ** 2 / mean)
         return saved > 0 and (self._share is True or saved >= least * total)
 
     def _read(

@@ -137,9 +137,9 @@ def _drop(dropout: Any, x: Tensor) -> Tensor:
     """
     import torch
 
-    if not dropout.training or x.device.type != "cpu":
+    dropped = round(dropout.p * 2**16)
+    if not dropout.training or x.device.type != "cpu" or not 0 < dropped < 2**16:
         return torch.nn.functional.dropout(x, dropout.p, dropout.training)
-    dropped = min(round(dropout.p * 2**16), 2**16 - 1)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     kept = bits[: x.numel()].view(x.shape) >= dropped - 2**15
     return x * kept.to(x.dtype).mul_(2**16 / (2**16 - dropped))
