@@ -65,6 +65,7 @@ RATIOS = (
 TRAINING_RATIOS = (
     Ratio("training step on two views of a window / on one", "training step, two views", "training step", 2.1),
     Ratio("training step, slot rows / logits of every position", "training step", "training step, all logits", 0.90),
+    Ratio("dropout of an adapter / torch's, forward and backward", "dropout", "dropout, torch", 0.60),
 )
 
 BOOTSTRAP_RATIOS = (
@@ -387,7 +388,16 @@ def training_cases(args: argparse.Namespace) -> Cases:
         total([supervised(read[None], student.batch(example))], 0.0).backward()
         student.model.zero_grad()
 
+    dropout = next(m for m in student.model.modules() if getattr(m, "lora_dropout", None)).lora_dropout["default"]
+    x = torch.ones(2000, 1536, dtype=student.model.dtype, requires_grad=True)
+
+    def drop(how: Callable[[Any], Any]) -> None:
+        how(x).backward(torch.ones_like(x))
+        x.grad = None
+
     return {
+        "dropout": lambda: drop(dropout),
+        "dropout, torch": lambda: drop(lambda x: torch.nn.functional.dropout(x, dropout.p)),
         "training step": lambda: step(1),
         "training step, two views": lambda: step(2),
         "training step, all logits": all_logits,

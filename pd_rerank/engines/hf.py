@@ -62,8 +62,8 @@ class HFEngine:
     `batching`: `single` (no padding), `padded`, or `auto` (padded on accelerators). `batch_tokens` bounds a
     padded or prefix-sharing batch and is halved when memory runs out. `share_prefix`: compute a query's common
     prompt start once always (True), never (False), or where it saves enough tokens to pay (auto: a fifth of them, on a
-    CPU a tenth, and more where many tokens are left); "queries": as auto, and what prompts of
-    different queries have in common too, which then depends on what is scored together.
+    CPU a tenth, and more where many tokens are left); "queries": as auto, and what prompts of different queries have
+    in common too, which then depends on what is scored together.
 
     `adapter_card` is the `reranker.json` of the adapter, or of a model folder that one was merged into, or None.
     Raises `MissingResource`, `ModelMismatch` or `BadArgument` before anything is scored.

@@ -450,9 +450,10 @@ def labels_of_qrels(
         if missing and unjudged is None:
             open_ends.append(_share(pool, missing, "judgement"))
             continue
-        seen.update(judged[doc_id] for doc_id in pool.doc_ids if doc_id in judged)
         for doc_id in pool.doc_ids:
             grade = judged.get(doc_id)
+            if grade is not None:
+                seen.add(grade)
             value = unjudged if grade is None else wanted.get(grade, grade)
             assert value is not None
             if not 0 <= value < grades:

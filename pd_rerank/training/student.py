@@ -133,7 +133,7 @@ def with_lora(model: Any, lora: Lora, *, seed: int) -> Any:
 def _drop(dropout: Any, x: Tensor) -> Tensor:
     """What torch's dropout gives, with 16 random bits for each element on a CPU.
 
-    There torch draws each element by itself, which was an eighth of a training step; this takes less than half of that.
+    There torch draws each element by itself, which was an eighth of a training step; this takes half of that.
     """
     import torch
 
